@@ -1,6 +1,6 @@
-"""An extension that links and would fail at import, found by the audit; then the same, repaired.
+"""An extension that links but would fail at import, found by the audit; then the same extension, repaired.
 
-The first build forgets a source file. A linker allows that in a shared library, so the build is green and the import is not.
+The first build forgets a source file. A linker allows that in a shared library, so the build succeeds and the import fails.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def build(folder: Path, name: str, *sources: str) -> Path:
 
 
 def audit(library: Path) -> list[str]:
-    """What failed. On a command line: `flashmoe audit mine.so --foreign --source .`"""
+    """Returns the failed checks. On a command line: `flashmoe audit mine.so --foreign --source .`"""
     report = library.with_suffix(".json")
     words = ["audit", str(library), "--foreign", "--source", str(library.parent), "--json", str(report)]
     subprocess.run([sys.executable, "-m", "flashmoe", *words], check=False)
@@ -61,7 +61,7 @@ with tempfile.TemporaryDirectory() as temporary:
     (folder / "kernel.cpp").write_text(KERNEL)
     assert any("twice" in failure for failure in audit(build(folder, "forgotten.so", "binding.cpp")))
     complete = build(folder, "complete.so", "binding.cpp", "kernel.cpp")
-    # Compiled on a recent system, it may still need a newer C library than wheels for every system are allowed to.
+    # Compiled on a recent system, it may still need a newer C library than wheels for all systems may require.
     assert all("GLIBC" in failure for failure in audit(complete))
     torch.ops.load_library(complete)
     assert torch.ops.example.twice(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]

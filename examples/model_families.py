@@ -4,8 +4,8 @@
     python examples/model_families.py gpt-oss --full --layers 4    # the released widths, on a GPU: GptOssConfig's own numbers
     python examples/model_families.py deepseek --full --layers 2 --batch 32 --prompt 4096 --tokens 128
 
-Weights are random. A model that does not take "sdpa" is timed beside "eager". Before the timing flashmoe's logits must be no further than 1.2 times the
-other's from those of "eager" in float32, all with its choice of experts: near ties of random routers are decided otherwise by a rounding.
+Weights are random. A model without "sdpa" is compared with "eager". Before timing, the error of flashmoe's logits against "eager" in float32 must be
+at most 1.2 times the other implementation's. All runs use the float32 run's choice of experts, because with random routers rounding decides near ties.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ SMALL = dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_ml
     "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16, "num_local_experts": 4, "num_experts": 4,
 }  # fmt: skip
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' configuration, and what makes it small beside SMALL
+MODELS: dict[
+    str, tuple[str, dict[str, Any]]
+] = {  # transformers' configuration, and the sizes that make it small, added to SMALL
     "gpt-oss": ("GptOssConfig", {"head_dim": 32, "num_experts_per_tok": 2}),
     "deepseek": ("DeepseekV3Config", {**LATENT, "num_experts_per_tok": 2, "first_k_dense_replace": 1}),
     "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 32, "num_experts_per_tok": 2}),
@@ -51,11 +53,13 @@ def build(name: str, options: argparse.Namespace, device: str) -> Any:
 
 
 class Routing:
-    """Each layer's choice of experts: kept in the first call, counted in the second, and put in the place of its own from then on."""
+    """Each layer's choice of experts: recorded in the first call, compared in the second, and replaced by the recorded one afterwards."""
 
     def __init__(self, model: Any) -> None:
         self.kept: dict[str, Any] = {}
-        self.others: dict[str, torch.Tensor] = {}  # of each layer: the tokens for which the second call chose others
+        self.others: dict[
+            str, torch.Tensor
+        ] = {}  # for each layer, the tokens for which the second call chose other experts
         self.hooks: list[Any] = []
         for name, module in model.named_modules():
             kind = type(module).__name__
@@ -71,7 +75,7 @@ class Routing:
         return self.call(name, made, 0)
 
     def call(self, name: str, given: tuple[torch.Tensor, ...], first: int) -> tuple[torch.Tensor, ...]:
-        """``given`` (hidden states, indices, weights), or (scores, logits) of a router, from position ``first`` on the choice."""
+        """``given``: (hidden states, indices, weights), or a router's (scores, logits); the choice begins at index ``first``."""
         if name not in self.kept:
             self.kept[name] = given[first:]
         elif name not in self.others:
@@ -103,7 +107,7 @@ def logits(model: Any, prompts: torch.Tensor, attention: str, experts: str | Non
 
 @torch.no_grad()
 def rate(model: Any, prompts: torch.Tensor, tokens: int) -> float:
-    """Tokens of prompts and answers per second, greedy; the best of two, after one that is not counted."""
+    """Tokens of prompts and answers per second, greedy decoding; the best of two runs, after one warm-up run."""
     seconds = []
     for _ in range(3):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Our attention in a model that calls torch's: replace the function, see that it is used, compare the results."""
+"""flashmoe's attention in a model that calls torch's: replace the function, check that it is used, compare the results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import flashmoe
 
 
 class Block(nn.Module):
-    """What many models contain. Nothing here knows of flashmoe."""
+    """A typical attention block. It does not know about flashmoe."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ model = Block(256, 4).to(device, dtype)
 x = torch.randn(2, 300, 256, device=device, dtype=dtype)
 before = model(x)
 
-# The same signature and meaning, so that one assignment changes every model that calls F.scaled_dot_product_attention.
+# flashmoe's function has the same signature and meaning, so one assignment changes every model that calls F.scaled_dot_product_attention.
 F.scaled_dot_product_attention = flashmoe.scaled_dot_product_attention
 after = model(x)
 after.sum().backward()
 
-# Which path a call takes, without calling. FLASHMOE_FALLBACK=warn (or error) says the same of the calls a program makes.
+# The path that a call takes, without running it. FLASHMOE_FALLBACK=warn (or error) reports the calls of a program that go to torch.
 q = torch.randn(2, 4, 300, 64, device=device, dtype=dtype)
 print("causal:", flashmoe.explain(q, q, q, is_causal=True))
 print("dropout:", flashmoe.explain(q, q, q, dropout_p=0.1))

@@ -1,4 +1,4 @@
-"""The same bits in rollout and training: a token's log-probability from a paged cache, one row at a time, and from the whole sequence."""
+"""The same bits in rollout and training: a token's log-probability from a paged cache, one row at a time, and from the full sequence."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ torch.manual_seed(0)
 
 
 class Policy(nn.Module):
-    """One layer of attention and a head; linear layers become flashmoe's below."""
+    """One attention layer and a head; its linear layers become flashmoe's below."""
 
     def __init__(self, vocabulary: int = 1024, width: int = 256) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ options = {"causal": True, "consistent": True}  # or FLASHMOE_CONSISTENT=1
 table = torch.randperm(4 * 8, device=device).int().view(4, 8)
 rollout = []
 with torch.no_grad():
-    for at in range(100):  # decoding: a token a step, from the cache
+    for at in range(100):  # decoding: one token per step, from the cache
         lengths = torch.full((4,), at, dtype=torch.int32, device=device)
         rollout.append(policy(tokens[:, at, None], partial(from_cache, lengths=lengths)))
 training = policy(tokens, lambda q, k, v: flashmoe.attention(q, k, v, **options))

@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Weights are float32, products are autocast's."""
+    """Weights are float32; autocast decides the dtype of products."""
 
     def __init__(self, precision: str) -> None:
         super().__init__()

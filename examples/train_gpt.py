@@ -12,7 +12,7 @@ import flashmoe
 
 DIM, HEADS, KV_HEADS, LAYERS, LENGTH, BATCH, STEPS = 64, 4, 2, 2, 64, 8, 40
 device = "cuda" if torch.cuda.is_available() else "cpu"
-dtype = torch.float16 if device == "cuda" else torch.float32  # of the layers' products; weights stay float32
+dtype = torch.float16 if device == "cuda" else torch.float32  # the dtype of the layers' products; weights stay float32
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Our attention in Hugging Face transformers, as an implementation beside "sdpa" and "eager". The model is small and random."""
+"""flashmoe's attention in Hugging Face transformers, as an implementation beside "sdpa" and "eager". The model is small and random."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def flashmoe_attention(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, Hq, Sq, D], key and value [B, Hkv, Sk, D]; returns [B, Sq, Hq, D], as transformers wants it.
+    """query [B, Hq, Sq, D], key and value [B, Hkv, Sk, D]; returns [B, Sq, Hq, D], as transformers expects.
 
-    Without a mask tensor the causal mask is ours, which aligns bottom-right and so fits a query that continues a cache. A padded
-    batch has a mask tensor, which says all. Dropout goes to torch (FLASHMOE_FALLBACK=warn would say so).
+    Without a mask tensor flashmoe's causal mask is used, which is aligned bottom-right and so fits a query that continues a cache. For a
+    padded batch the mask tensor includes the causal rule. Dropout goes to torch (FLASHMOE_FALLBACK=warn would say so).
     """
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if attention_mask is None and dropout == 0.0:
@@ -38,9 +38,9 @@ def flashmoe_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-# Any name without "flash": transformers takes one with it for its own loader of FlashAttention.
+# Any name without "flash": transformers treats names with it as its own loader of FlashAttention.
 AttentionInterface.register("fused", flashmoe_attention)
-AttentionMaskInterface.register("fused", sdpa_mask)  # no mask tensor where a causal mask says it all
+AttentionMaskInterface.register("fused", sdpa_mask)  # no mask tensor if a causal mask is enough
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = torch.float16 if device == "cuda" else torch.float32

@@ -13,7 +13,7 @@ import sys
 
 from flashmoe._path import is_started_as_program, leave_current_folder
 
-if is_started_as_program(sys.orig_argv):  # before any other import: it might be found in the current folder
+if is_started_as_program(sys.orig_argv):  # before any other import, which might be found in the current folder
     leave_current_folder()
 
 from importlib import import_module
@@ -102,7 +102,7 @@ def __getattr__(name: str) -> Any:
         if name.startswith("flash_attn"):
             msg += "; flash_attn's names are in flashmoe.compat.flash_attn"
         raise AttributeError(msg)
-    import_module("flashmoe._extension").require_torch()  # says what is wrong with torch before importing it
+    import_module("flashmoe._extension").require_torch()  # raises a typed error for a bad torch before importing it
     value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value

@@ -26,7 +26,7 @@ COMMANDS = {
 
 CHECKOUT_ONLY = ("gate", "history", "bisect")  # flashmoe_build/commands.py has them; it is not in the wheel
 
-# What a plain install leaves out: module -> what to install for it.
+# Optional dependencies: module -> what to install for it.
 OPTIONAL = {
     **dict.fromkeys(("auditwheel", "elftools", "packaging", "shtab"), f"{DISTRIBUTION}[tools]"),
     **dict.fromkeys(("jinja2", "matplotlib", "pynvml", "scipy"), f"{DISTRIBUTION}[bench]"),
@@ -39,7 +39,7 @@ OPTIONAL = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns its exit code (see :class:`flashmoe.errors.ExitCode`)."""
     arguments = sys.argv[1:] if argv is None else argv
-    if argv is None:  # a process of its own
+    if argv is None:  # run as a program
         leave_current_folder()
         prepare_streams()
     try:
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def all_commands() -> dict[str, tuple[str, str]]:
-    """The commands of the wheel, and in a checkout those that it registers."""
+    """The commands of the wheel and, in a checkout, those that the checkout registers."""
     try:
         from flashmoe_build.commands import COMMANDS as OF_CHECKOUT
     except ModuleNotFoundError:
@@ -66,7 +66,7 @@ def all_commands() -> dict[str, tuple[str, str]]:
 
 
 def make_parser(complete: Container[str]) -> argparse.ArgumentParser:
-    """The command line; with their options only the commands in ``complete``, whose imports are paid for here."""
+    """The command line; only the commands in ``complete`` get their options, because that imports their modules."""
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="flashmoe", description=str(__doc__).replace("``", ""))
     parser.add_argument("--version", action="version", version=f"flashmoe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -87,7 +87,7 @@ def _run(arguments: list[str]) -> int:
         return ExitCode.FAILED
     parser = make_parser((command,))
     namespace, unknown = parser.parse_known_args(arguments)
-    if unknown:  # with the usage of the command, which the parser above it does not know
+    if unknown:  # reported with the usage of the command, which the top-level parser does not know
         getattr(namespace, "refuse", parser.error)(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         status = int(namespace.run(namespace))
@@ -96,15 +96,19 @@ def _run(arguments: list[str]) -> int:
     except FlashmoeError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.USAGE if isinstance(error, ArgumentError) else ExitCode.FAILED
-    except BrokenPipeError:  # `... | head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would flush into the same pipe
+    except BrokenPipeError:  # `... | head`: the reader closed the pipe
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # otherwise the exit would flush into the same pipe
         return ExitCode.PIPE_CLOSED
     except OSError as error:
         told = explain_os_error(error)
         if told is None:
             raise
         print(told, file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what could not be printed would fail once more
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # otherwise the exit would fail to flush once more
         return ExitCode.FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -31,8 +31,8 @@ _loaded: Path | None = None
 
 
 def library_path() -> Path:
-    """The extension that :func:`load` takes: ``$FLASHMOE_LIBRARY`` if set, else the file beside this module, else, in a checkout
-    (an editable install), the one that its last build left.
+    """The extension that :func:`load` loads: ``$FLASHMOE_LIBRARY`` if set, else the file beside this module, else, in a checkout
+    (an editable install), the result of its last build.
 
     Raises ExtensionError when there is no such file.
     """
@@ -87,16 +87,16 @@ def check_torch_version(version: str) -> None:
 
 
 def require_torch() -> None:
-    """Raises TorchVersionError or ExtensionError when the torch at hand cannot serve; imports nothing."""
+    """Raises TorchVersionError or ExtensionError when the torch at hand cannot be used; imports nothing."""
     check_torch_version(torch_version())
 
 
 def load() -> Path:
     """Load the extension and register its fake, autograd, autocast, vmap and flop-count rules. Idempotent and thread-safe.
 
-    Returns the path that was loaded. Raises TorchVersionError (torch too old, decided before anything is loaded) or
-    ExtensionError (file missing, unreadable, built against something else, or not this extension); ArgumentError for a variable
-    of ours with a value that it cannot have.
+    Returns the path that was loaded. Raises TorchVersionError (torch too old, decided before anything is loaded), ExtensionError
+    (file missing, unreadable, built against something else, or not this extension) or ArgumentError (a FLASHMOE_* variable has
+    an unsupported value).
     """
     global _loaded
     if _loaded is not None:
@@ -113,7 +113,7 @@ def load() -> Path:
 
 
 def _register_operators(path: Path) -> None:
-    """What each operation's operators.py says of them, once the library at ``path`` is known to define them."""
+    """Registers the rules in each operation's operators.py, after checking that the library at ``path`` defines the operators."""
     import torch
 
     from flashmoe.operator import find_operators, register  # these import torch
@@ -138,7 +138,9 @@ def _load_library(path: Path) -> None:
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as error:
-        reason = str(error.__cause__ or error)  # torch 2.10 wraps the loader's message in one that only names the file
+        reason = str(
+            error.__cause__ or error
+        )  # torch 2.10 wraps the loader's message in an error that only names the file
         raise ExtensionError(explain_load_failure(path.name, reason, str(torch.__version__))) from error
 
 
@@ -173,7 +175,7 @@ _LOAD_FAILURES = (
 
 
 def explain_load_failure(name: str, text: str, torch_version: str) -> str:
-    """One sentence each for what happened, why, and the next step, from the dynamic loader's message."""
+    """What happened, why, and the next step, one sentence each, from the dynamic loader's message."""
     for pattern, cause, step in _LOAD_FAILURES:
         match = re.search(pattern, text)
         if match:
@@ -184,7 +186,7 @@ def explain_load_failure(name: str, text: str, torch_version: str) -> str:
 
 @lru_cache(maxsize=1)
 def _c_interface() -> ctypes.CDLL:
-    """The extension's ``extern "C"`` functions; the loader gives back the library that load() loaded."""
+    """The extension's ``extern "C"`` functions; the dynamic loader returns the library that load() has already loaded."""
     library = ctypes.CDLL(str(load()))
     signatures: dict[str, tuple[list[Any], Any]] = {
         "flashmoe_check": ([ctypes.c_char_p, ctypes.c_char_p], ctypes.c_char_p),
@@ -207,7 +209,7 @@ def _c_interface() -> ctypes.CDLL:
 
 
 def last_kernel() -> str:
-    """What the last call on this thread ran: a kernel's entry name, ``cpu:<isa>``, or "" before any call.
+    """The entry name of the last kernel that this thread ran, ``cpu:<isa>`` for the CPU backend, or "" before any call.
 
     A backward pass runs on autograd's own threads for CUDA tensors, so its kernels are not seen from here.
     """
@@ -215,7 +217,7 @@ def last_kernel() -> str:
 
 
 def check(operator: str, description: str) -> str:
-    """Why ``operator`` would refuse the arguments so described (csrc/host/arguments.h), in the extension's words; "" if it would not."""
+    """Why ``operator`` would reject the arguments so described (csrc/host/arguments.h), in the extension's words; "" if it accepts them."""
     return _text(_c_interface().flashmoe_check(operator.encode(), description.encode()))
 
 
@@ -228,7 +230,7 @@ def index() -> dict[str, Any]:
 def cpu_isa() -> str:
     """The instruction set that the CPU backend uses now.
 
-    Raises ArgumentError when $FLASHMOE_CPU_ISA names one that this machine or this build lacks.
+    Raises ArgumentError when $FLASHMOE_CPU_ISA names an instruction set that this machine or this build lacks.
     """
     name = _text(_c_interface().flashmoe_cpu_isa())
     if not name:
@@ -241,7 +243,7 @@ def cpu_isa() -> str:
 
 
 def set_cpu_isa(name: str) -> None:
-    """Make the CPU backend use another instruction set; raises ArgumentError when it or this CPU lacks it."""
+    """Make the CPU backend use another instruction set; raises ArgumentError when this build or this CPU lacks it."""
     if _c_interface().flashmoe_set_cpu_isa(name.encode()) != 0:
         msg = f"no CPU kernels for {name!r} here: unknown to this build, or not supported by this CPU; now in use: {cpu_isa()}"
         raise ArgumentError(msg)

@@ -1,5 +1,5 @@
-"""Where the operations are. Nothing lists them: each is a package of this one, with its OPERATORS (flashmoe.operator.Operator) in
-operators.py and its RULES (flashmoe.rules.Rule) in rules.py."""
+"""Finds the operations. There is no list: each operation is a subpackage of flashmoe with OPERATORS (flashmoe.operator.Operator) in
+operators.py and RULES (flashmoe.rules.Rule) in rules.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import flashmoe
 
 
 def modules(name: str) -> Iterator[ModuleType]:
-    """The module of that name of each operation; imports torch."""
+    """The module called ``name`` of each operation; imports torch."""
     for folder in flashmoe.__path__:
         for path in sorted(Path(folder).glob(f"*/{name}.py")):
             yield import_module(f"flashmoe.{path.parent.name}.{name}")

@@ -1,7 +1,7 @@
-"""Keeps programs of this package from importing what lies in the folder in which they are started.
+"""Keeps programs of this package from importing modules in the folder in which they are started.
 
-``python -m`` puts that folder in front of sys.path, where a json.py or elftools.py of somebody else's would run. Python's own ``-P``
-leaves it out from 3.11 on. Uses only modules that every interpreter has loaded before its first line.
+``python -m`` puts that folder first on sys.path, so an unrelated json.py or elftools.py there would be imported. Python's own
+``-P`` (from 3.11 on) leaves it out. Uses only modules that every interpreter has loaded before its first line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_started_as_program(arguments: list[str]) -> bool:
 
 
 def leave_current_folder() -> None:
-    """Take the current folder off sys.path, unless it is where this package lies: then its code is what was asked for."""
+    """Remove the current folder from sys.path, unless this package is in it: then its code is what the user wants to run."""
     here, package = _real(os.curdir), _real(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
     if here != package:
         sys.path[:] = [entry for entry in sys.path if entry and _real(entry) != here]

@@ -1,4 +1,4 @@
-"""What C++ cannot see of an operator's arguments: their types. The rules for values are in rules.py."""
+"""Checks of the types of an operator's arguments, which C++ cannot see. The rules for values are in rules.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OutOfMemoryError(FlashmoeError, torch.OutOfMemoryError):
 
 
 def has_names(tensor: Tensor) -> bool:
-    """Whether dimensions have names; later versions of torch know no names at all."""
+    """Whether dimensions have names; later versions of torch have no named tensors."""
     return bool(getattr(tensor, "has_names", _no)())
 
 
@@ -28,7 +28,7 @@ def _no() -> bool:
 
 
 def has_fx_proxies(*inputs: Any) -> bool:
-    """Whether torch.fx proxies are among the inputs: no tensors, but torch functions take them."""
+    """Whether torch.fx proxies are among the inputs: they are not tensors, but torch functions accept them."""
     for x in inputs:  # noqa: SIM110, a generator would cost a microsecond
         if not isinstance(x, Tensor) and hasattr(type(x), "__torch_function__"):
             return True
@@ -36,28 +36,28 @@ def has_fx_proxies(*inputs: Any) -> bool:
 
 
 def trace_call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """The call as one node of the graph that the proxies among its arguments belong to."""
+    """Records the call as one node of the graph that the proxies among its arguments belong to."""
     return handle_torch_function(function, (*arguments, *options.values()), *arguments, **options)
 
 
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a real number of any type, symbolic ones included; tensors and truth values are none."""
+    """Whether ``value`` is a real number of any type, including symbolic numbers; not a tensor or a bool."""
     return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, numbers.Real)) and not isinstance(value, bool)
 
 
 def check_flag(name: str, value: Any, hint: str = "") -> None:
-    """Raise for what is neither True nor False: the dispatcher would take its truth value. A proxy may become either."""
+    """Raise for anything but True and False, because the dispatcher would take its truth value. A proxy may become either."""
     if isinstance(value, bool) or isinstance(value, torch.SymBool) or has_fx_proxies(value):  # noqa: SIM101, the usual type first
         return
     kind = type(value).__name__
-    kind = f"numpy.{kind}" if kind in ("bool", "bool_") else kind  # Python's own have returned
+    kind = f"numpy.{kind}" if kind in ("bool", "bool_") else kind  # Python's own bool has returned above
     found = f"a {kind} of shape {shape_of(value)}" if isinstance(value, Tensor) else f"{value!r} ({kind})"
     msg = f"{name} must be True or False; found {found}; use bool({name}){hint}"
     raise ArgumentTypeError(msg)
 
 
 def check_size(name: str, value: Any, least: int = 1) -> int:
-    """A module's size, as an int: from an integer of any integer type, NumPy's included."""
+    """A module's size as an int, from an integer of any type, including NumPy's."""
     if isinstance(value, (bool, Tensor)) or not hasattr(type(value), "__index__"):
         msg = f"{name} must be an integer; found {value!r} ({type(value).__name__})"
         raise ArgumentTypeError(msg)
@@ -79,7 +79,7 @@ def check_parameter_dtype(dtype: Any, supported: Collection[torch.dtype]) -> Non
 
 
 def check_input_dtype(name: str, tensor: Tensor, weight: Any) -> None:
-    """Raise where a layer's input and its weight have two floating dtypes and autocast, which would convert them, is off."""
+    """Raise if a layer's input and weight have different floating dtypes and autocast, which would convert them, is off."""
     wanted = getattr(weight, "dtype", None)
     if tensor.dtype is wanted or not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
         return
@@ -87,7 +87,7 @@ def check_input_dtype(name: str, tensor: Tensor, weight: Any) -> None:
     if wanted.itemsize == 1 or (
         torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     ):
-        return  # of 8 bits: a weight that its module converts
+        return  # 8-bit weights, which their module converts
     msg = (
         f"{name} is {tensor.dtype} and the layer's parameters {wanted}; convert one, {name}.to({wanted}) or layer.to({tensor.dtype}), "
         "or call under torch.autocast"
@@ -96,5 +96,5 @@ def check_input_dtype(name: str, tensor: Tensor, weight: Any) -> None:
 
 
 def shape_of(tensor: Tensor) -> str:
-    """The shape as messages give it: [2, 8, 65, 64]."""
+    """The shape as messages show it: [2, 8, 65, 64]."""
     return str(list(tensor.shape))

@@ -1,6 +1,6 @@
 """Typed errors. Each message names the offending value, what is supported, and the next step.
 
-Every class also derives from the built-in that a caller would expect (``ValueError`` for a bad shape, ``TypeError`` for
+Every class also derives from the built-in exception that a caller would expect (``ValueError`` for a bad shape, ``TypeError`` for
 a bad dtype), so code written against ``torch`` keeps catching them.
 """
 
@@ -14,10 +14,10 @@ class ExitCode(IntEnum):
     """Exit codes of the command-line programs; one per kind of outcome."""
 
     OK = 0
-    FAILED = 1  # a check was made and failed
+    FAILED = 1  # a check ran and failed
     USAGE = 2  # the arguments were wrong
     NOTHING_CHECKED = 3  # there was nothing to check, which never counts as a pass
-    NOT_PROVED = 4  # what was asked for could be neither proved nor refuted here, which is no pass either
+    NOT_PROVED = 4  # a claim could be neither proved nor refuted here, which is not a pass either
     INTERRUPTED = 130
     PIPE_CLOSED = 141  # the reader of the output closed the pipe; 141 is what a shell reports for SIGPIPE
 
@@ -35,7 +35,7 @@ class DtypeError(FlashmoeError, TypeError):
 
 
 class DeviceError(FlashmoeError, ValueError):
-    """Tensors live on different devices, or on a kind of device that has no kernel."""
+    """Tensors are on different devices, or on a kind of device that has no kernel."""
 
 
 class ArgumentError(FlashmoeError, ValueError):
@@ -55,7 +55,7 @@ class InternalError(FlashmoeError, RuntimeError):
 
 
 class DistributedError(FlashmoeError, RuntimeError):
-    """Ranks of torch.distributed disagree, or one does not answer."""
+    """Ranks of torch.distributed disagree, or one does not respond."""
 
 
 class UnsupportedGpuError(FlashmoeError, RuntimeError):
@@ -71,7 +71,7 @@ class ExtensionError(FlashmoeError, ImportError):
 
 
 class TorchVersionError(ExtensionError):
-    """The torch found is older than the stable ABI that the extension was built for."""
+    """The installed torch is older than the stable ABI that the extension was built for."""
 
 
 class TableError(FlashmoeError, ValueError):
@@ -79,7 +79,7 @@ class TableError(FlashmoeError, ValueError):
 
 
 class BuildError(FlashmoeError, RuntimeError):
-    """A compiler, the linker or a resource check refused a unit."""
+    """A compiler, the linker or a resource check rejected a compilation unit."""
 
 
 class LockError(FlashmoeError, RuntimeError):

@@ -15,15 +15,15 @@ FALLBACK_POLICIES = ("allow", "warn", "error")
 
 
 def at_trace_time(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Run as plain Python while torch.compile traces; what torch.compiler.assume_constant_result does, without its import
-    of the whole compiler."""
+    """Run as plain Python while torch.compile traces; the same as torch.compiler.assume_constant_result, without importing the
+    whole compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @at_trace_time
 def note_fallback(reason: str, what: str = "attention", *, stacklevel: int = 3) -> None:
-    """Do what ``$FLASHMOE_FALLBACK`` says: ``allow`` (default), ``warn``, or ``error`` (ArgumentError).
+    """Act as ``$FLASHMOE_FALLBACK`` says: ``allow`` (default), ``warn``, or ``error`` (ArgumentError).
 
     Compiled code decides once, when it is traced.
     """

@@ -1,6 +1,6 @@
-"""The error for a keyword that a function does not have: it names the one that was meant.
+"""The error for an unknown keyword argument: it names the keyword that was probably meant.
 
-There are two signatures, and other libraries' names differ from both. The two causal masks differ where the lengths do, so a
+flashmoe has two signatures, and other libraries' names differ from both. The two causal masks differ when Sq != Sk, so a
 message that only said "unexpected keyword" would invite the wrong correction.
 """
 
@@ -74,7 +74,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
 
 
 def refuse_positional(function: str, given: Sequence[Any], names: Sequence[str], first: int) -> NoReturn:
-    """Raise for what stands behind the ``first`` arguments, which alone have a position; ``names``: some keywords of the others."""
+    """Raise for arguments after the ``first`` ones, the only positional arguments; ``names``: some keywords for the rest."""
     found = ", ".join(
         repr(one) if isinstance(one, (bool, int, float, str, type(None))) else f"a {type(one).__name__}"
         for one in given
@@ -85,9 +85,9 @@ def refuse_positional(function: str, given: Sequence[Any], names: Sequence[str],
 
 
 def refuse(function: str, given: Iterable[str], known: Iterable[str], like: str = "") -> NoReturn:
-    """Raise for the first keyword of ``given``; ``like`` is the function of ``HINTS`` whose arguments ``function`` takes."""
+    """Raise for the first keyword of ``given``; ``like``: the function in ``HINTS`` with the same arguments."""
     name, known = next(iter(given)), tuple(known)
-    # torch.compile cannot trace difflib, and would say that in place of the message.
+    # torch.compile cannot trace difflib, and would report that instead of this message.
     near = [] if is_compiling() else difflib.get_close_matches(name, known, 1)
     hint = HINTS.get(like or function, {}).get(name) or (f"write {near[0]}=" if near else f"it has {', '.join(known)}")
     msg = f"{function}() has no argument {name!r}: {hint}"

@@ -1,6 +1,6 @@
 """What torch must know about an operator, as data, and its registration with torch's dispatcher.
 
-Nothing lists the operations: each is a package with an ``operators.py`` whose OPERATORS is a tuple of :class:`Operator`.
+There is no list of operations: each is a subpackage with an ``operators.py`` whose OPERATORS is a tuple of :class:`Operator`.
 """
 
 from __future__ import annotations
@@ -17,34 +17,38 @@ from flashmoe.transforms import autocast_dtype
 
 NAMESPACE = "flashmoe"
 _AUTOCAST_KEYS = (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA"))
-_registrations: list[torch.library.Library] = []  # a Library drops its registrations when it is collected
+_registrations: list[torch.library.Library] = []  # a Library drops its registrations when it is garbage-collected
 
 
 @dataclass(frozen=True)
 class Operator:
     """One operator of ``torch.ops.flashmoe``.
 
-    The extension defines it and computes it, unless ``schema`` is given: then it is written in Python, in ``impls``.
+    The extension defines and implements it, unless ``schema`` is given: then it is written in Python, in ``impls``.
     """
 
     name: str
-    fake: Callable[..., Any]  # the result's shapes, dtypes and strides; raises the typed errors that eager mode raises
-    flops: Callable[..., int]  # of the arguments' shapes, as FlopCounterMode counts torch's own operators
-    counts_raw: bool = False  # flops takes the arguments themselves: lengths that are data count
-    # Which arguments are tensors (or None) that autocast casts: their positions, or how many of the first; and which of these it does.
+    fake: Callable[
+        ..., Any
+    ]  # returns the result's shapes, dtypes and strides; raises the typed errors that eager mode raises
+    flops: Callable[..., int]  # from the arguments' shapes, as FlopCounterMode counts torch's own operators
+    counts_raw: bool = False  # flops takes the tensors themselves, because lengths held in tensors change the count
+    # The tensors (or None) that autocast may cast: their positions, or the number of leading arguments; is_cast selects among them.
     autocast: int | tuple[int, ...] = 0
     is_cast: Callable[[Any], bool] = lambda value: value is not None
     impls: Mapping[str, Callable[..., Any]] = field(
         default_factory=dict
-    )  # by dispatch key; the one for Autograd gets the keyset first
+    )  # by dispatch key; the function for Autograd gets the keyset as its first argument
     vmap: Callable[..., Any] | None = None  # as torch.library.register_vmap takes it
     gradient: Callable[..., Any] | None = None  # as torch.library.register_autograd takes it
-    setup_context: Callable[..., None] | None = None  # likewise; None: nothing is kept for the gradient
+    setup_context: Callable[..., None] | None = (
+        None  # as torch.library.register_autograd takes it; None: nothing is saved for the gradient
+    )
     schema: str = ""
 
 
 def find_operators() -> tuple[Operator, ...]:
-    """Those of every operation of this package."""
+    """The operators of all operations of this package."""
     return tuple(operator for package in modules("operators") for operator in package.OPERATORS)
 
 
@@ -73,11 +77,11 @@ def _register(operator: Operator, library: torch.library.Library) -> None:
 
 
 def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """The ``setup_context`` of an operator whose gradient needs nothing of the forward pass."""
+    """The ``setup_context`` of an operator whose gradient needs nothing from the forward pass."""
 
 
 def _autocast_rule(operator: Operator, device_type: str, key: str) -> Callable[..., Any]:
-    """Autocast's rules sit above autograd in torch's dispatcher and run only when asked for: a plain call pays nothing."""
+    """Autocast's rules sit above autograd in torch's dispatcher and run only under autocast: a plain call pays nothing."""
     call = getattr(torch.ops.flashmoe, operator.name).default
     excluded = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     positions = operator.autocast
@@ -85,7 +89,7 @@ def _autocast_rule(operator: Operator, device_type: str, key: str) -> Callable[.
     is_cast = operator.is_cast
 
     def cast_and_call(*arguments: Any) -> Any:
-        """As scaled_dot_product_attention: every floating input in autocast's dtype, autocast off below."""
+        """Like scaled_dot_product_attention: casts every floating input to autocast's dtype and turns autocast off below."""
         target = torch.get_autocast_dtype(device_type)
         casted = (
             value.to(autocast_dtype(value, device_type, target)) if position in cast and is_cast(value) else value

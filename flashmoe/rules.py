@@ -1,10 +1,10 @@
-"""The rules for arguments: C++ decides and names the rule that a call breaks, with the values; here stands what that means.
+"""The rules for arguments: C++ checks a call and names the rule it breaks, with the values; RULES turns that into an error and a message.
 
-An operator checks its arguments once, in C++, and throws ``flashmoe:<rule>|name=value|...`` (csrc/host/error.h). RULES says for each
-rule which error it is and what the user reads; an operation's own are RULES in ``rules.py`` of its package. An eager call pays for this
-only when it fails. Where there is no tensor to call with (fake tensors, torch.compile), :func:`check` asks the same C++.
+An operator checks its arguments once, in C++, and throws ``flashmoe:<rule>|name=value|...`` (csrc/host/error.h). RULES maps each rule
+to an error class and a message; the rules of one operation are in ``rules.py`` of its package. An eager call pays for this only when
+it fails. When there is no tensor with data (fake tensors, torch.compile), :func:`check` calls the same C++ checks.
 
-What C++ cannot see stands in ``checks.py``: types, nested and named tensors.
+What C++ cannot see is checked in ``checks.py``: types, nested and named tensors.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from flashmoe.errors import (
 
 
 class Rule(NamedTuple):
-    """What a broken rule is told as. ``message`` has a {name} for each value; it says what was found, what is supported, what to do."""
+    """The error and message for a broken rule. ``message`` has a {name} for each value; it says what was found, what is supported, what to do."""
 
     error: type[FlashmoeError]
     message: str
 
 
 def by_error(messages: Mapping[type[FlashmoeError], Mapping[str, str]]) -> Mapping[str, Rule]:
-    """Rules by their names, from messages by error."""
+    """Maps each rule's name to its Rule, from messages grouped by error class."""
     return MappingProxyType(
         {name: Rule(kind, text) for kind, texts in messages.items() for name, text in texts.items()}
     )
 
 
-# Those of any operation.
+# The rules shared by all operations.
 RULES = by_error(
     {
         ArgumentError: {
@@ -62,7 +62,7 @@ RULES = by_error(
         },
     }
 )
-# What goes wrong beside the arguments: C++ words these itself.
+# Failures that are not about arguments: C++ words these itself.
 _ERROR_CODES: Mapping[str, type[FlashmoeError]] = MappingProxyType(
     {
         "shape": ShapeError,
@@ -96,7 +96,7 @@ def broken(rule: str, **values: object) -> FlashmoeError:
 
 
 def translate(error: BaseException) -> FlashmoeError | None:
-    """The typed error for what C++ threw, or None where the text is not one of ours."""
+    """The typed error for what C++ threw, or None if the text is not in flashmoe's format."""
     match = _BROKEN_RULE.search(str(error))
     if match is not None:
         pairs = (value.partition("=") for value in match["values"].split("|") if "=" in value)
@@ -111,10 +111,10 @@ def translate(error: BaseException) -> FlashmoeError | None:
 
 
 def check(operator: str, arguments: Iterable[Any]) -> None:
-    """Raise the typed error that calling ``operator`` with these would end in; nothing is computed, tensors need no memory.
+    """Raise the typed error that calling ``operator`` with these arguments would raise; nothing is computed, tensors need no memory.
 
-    A symbolic size counts as its hint and is not guarded on: the operator checks again when it runs. Where a size has no hint,
-    nothing is checked here.
+    A symbolic size counts as its hint and is not guarded on: the operator checks again when it runs. If a size has no hint,
+    nothing is checked.
     """
     try:
         description = "".join(f"{_describe(argument)}\n" for argument in arguments)
@@ -126,10 +126,10 @@ def check(operator: str, arguments: Iterable[Any]) -> None:
 
 
 def explain(error: BaseException, operator: str, arguments: Iterable[Any]) -> BaseException:
-    """Why a call failed whose arguments have the right types: our typed error where there is one, else ``error`` itself.
+    """Why a call failed whose arguments have the right types: flashmoe's typed error if there is one, else ``error`` itself.
 
-    The caller's own arguments are asked about first: a transform of torch.func may have given the operator others, and torch's
-    dispatcher refuses some calls before they reach it.
+    The caller's own arguments are checked first: a transform of torch.func may have passed the operator others, and torch's
+    dispatcher rejects some calls before they reach it.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return error
@@ -146,7 +146,7 @@ class _NoHintError(Exception):
 
 
 def _describe(argument: Any) -> str:
-    """As csrc/host/arguments.h reads it."""
+    """In the format that csrc/host/arguments.h reads."""
     if argument is None:
         return "none"
     if isinstance(argument, str):

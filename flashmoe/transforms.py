@@ -1,4 +1,4 @@
-"""What autocast and torch.func's transforms do to tensors, for the rules of any operator."""
+"""What autocast and torch.func's transforms do to tensors; shared by all operators."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from flashmoe.errors import DifferentiationError
 
 
 def autocast_dtype(tensor: Tensor, device_type: str, target: torch.dtype) -> torch.dtype:
-    """The dtype that autocast gives ``tensor``: torch casts floating tensors of the device, but never float64. Nor is an 8-bit
-    one cast here, which is useless without its scales."""
+    """The dtype that autocast gives ``tensor``: torch casts floating tensors of the device, but never float64. 8-bit floats are
+    not cast either, because they are useless without their scales."""
     dtype = tensor.dtype
     eligible = dtype.is_floating_point and dtype is not torch.float64 and dtype.itemsize > 1
     return target if eligible and tensor.device.type == device_type else dtype
 
 
 def autocasted(*tensors: Any) -> tuple[Any, ...]:
-    """``tensors`` as autocast would hand them to an operator on the first one's device; what is no tensor is left alone."""
+    """``tensors`` as autocast would pass them to an operator on the first tensor's device; non-tensors are returned unchanged."""
     device_type = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
     if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
         return tensors
@@ -30,8 +30,8 @@ def autocasted(*tensors: Any) -> tuple[Any, ...]:
 
 
 def has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether a forward-mode derivative is being computed through one of the tensors that are there."""
-    if forward_ad._current_level < 0:  # no dual level is open; the usual case, decided in 0.1 us
+    """Whether a forward-mode derivative is being computed through any of the tensors; None counts as no tensor."""
+    if forward_ad._current_level < 0:  # no dual level is open: the usual case, decided in 0.1 us
         return False
     return any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
@@ -43,8 +43,8 @@ def function_under_transforms(
     vmap: Callable[..., Any],
     no_forward_mode: str,
 ) -> Callable[..., Any]:
-    """``call`` with a gradient that torch.func can use, which it cannot that of ``torch.library.register_autograd``; nor does
-    that one refuse forward mode: tangents would be lost without a word. The arguments are those of an ``Operator``."""
+    """``call`` with a gradient that torch.func can use. torch.func cannot use that of ``torch.library.register_autograd``, which also
+    does not reject forward mode: tangents would be lost silently. The arguments are those of an ``Operator``."""
 
     def jvp(ctx: Any, *_: Any) -> NoReturn:
         raise DifferentiationError(no_forward_mode)
@@ -56,7 +56,7 @@ def function_under_transforms(
 
 
 def merge_batches(tensors: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:
-    """Each tensor with the mapped dimension, found at its ``dim`` (None: shared by all), as part of the batch.
+    """Moves each tensor's mapped dimension, at index ``dim`` (None: shared by all), into the batch.
 
     [..., size, ...] becomes [size * batch, heads, ...]; None stays None.
     """

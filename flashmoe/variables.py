@@ -1,4 +1,4 @@
-"""The environment variables that flashmoe reads: the table that ``doctor`` and the documentation show, and the check at import."""
+"""The environment variables that flashmoe reads: the table shown by ``doctor`` and the documentation, and the check at import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU_ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx") if platform.mach
 
 
 class Variable(NamedTuple):
-    """``values``: all that it may be, none where it is free text. ``when``: "run", "build" (in a checkout) or "test"."""
+    """``values``: all supported values, empty for free text. ``when``: "run", "build" (in a checkout) or "test"."""
 
     name: str
     when: str
@@ -73,9 +73,9 @@ VARIABLES: Mapping[str, Variable] = {variable.name: variable for variable in _TA
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raise ArgumentError for a value that its variable cannot have; warn of a name that looks like one of ours and is none.
+    """Raise ArgumentError for an unsupported value of a variable; warn about a name that looks like a misspelt variable of ours.
 
-    What a CPU has of instruction sets is known at its first call alone.
+    Whether the CPU has the instruction set in FLASHMOE_CPU_ISA is only known at the first call.
     """
     for name in environ:
         if not name.startswith(PREFIX):
@@ -92,10 +92,10 @@ def check_variables(environ: Mapping[str, str]) -> None:
 
 
 def is_possible(variable: Variable, value: str) -> bool:
-    """Whether it may have this value; an empty one counts as unset."""
+    """Whether the variable may have this value; an empty value counts as unset."""
     return not value or not variable.values or value in variable.values
 
 
 def similar(name: str) -> str | None:
-    """The variable that was probably meant."""
+    """The variable that ``name`` was probably meant to be, or None."""
     return next(iter(difflib.get_close_matches(name, VARIABLES, 1, 0.8)), None)

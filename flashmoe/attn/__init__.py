@@ -1,1 +1,1 @@
-"""Attention: what a user calls, and the operators behind it."""
+"""Attention: the public functions and the operators behind them."""

@@ -1,4 +1,4 @@
-"""flashmoe.attention, on dense tensors. Ragged batches and pages: varlen.py; torch's interface: sdpa.py.
+"""flashmoe.attention, on dense tensors. Ragged batches and pages are in varlen.py; torch's interface is in sdpa.py.
 
 Importing this module imports torch and loads the compiled extension.
 """
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from flashmoe.attn.options import ScoreOptions
 
 _extension.load()
-fallback.fallback_policy()  # a misspelt value stops the import, not the first call that torch gets much later
+fallback.fallback_policy()  # a misspelt value fails at import, not at the first call that falls back, much later
 _operator = torch.ops.flashmoe.flash_attention_forward.default
-# An OpOverload's __call__ only hands its arguments on to ``_op``, at a cost of 0.24 us; the compiler never sees this one.
+# An OpOverload's __call__ only forwards to ``_op``, at a cost of 0.24 us; the compiler never sees this one.
 _inference_operator = torch.ops.flashmoe._flash_attention_inference.default._op
 _ARGUMENTS = (
     *("q", "k", "v", "causal", "scale", "return_lse"),
@@ -114,35 +114,36 @@ def attention(
     """softmax(scale * q k^T) v, never falling back to another implementation.
 
     Args:
-        q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32), or float8_e4m3fn, 1 <= D <= 512, last dimension contiguous.
+        q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32), or float8_e4m3fn; 1 <= D <= 512, last dimension contiguous.
         k, v: [B, Hkv, Sk, D] and [B, Hkv, Sk, Dv] of the same dtype and device, 1 <= Dv <= 512. Hkv divides Hq: query head h
             reads key head h // (Hq // Hkv).
-        causal: hide keys j > i + (Sk - Sq) from query i: the mask is aligned bottom-right, so that the last query sees
-            every key. Where Sq > Sk the first Sq - Sk queries see none.
+        causal: hide keys j > i + (Sk - Sq) from query i: the mask is aligned bottom-right, so the last query sees every key.
+            If Sq > Sk, the first Sq - Sk queries see no key.
         scale: multiplies q k^T; a finite number, not a tensor; 1 / sqrt(D) by default.
-        return_lse: also return the log-sum-exp of the scores, the sink included.
-        window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 is no limit.
+        return_lse: also return the log-sum-exp of the scores, including the sink.
+        window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 means no limit.
         softcap: scores become softcap * tanh(scores / softcap), before a mask is added; at most 4096, 0.0 for none.
-        sinks: [Hq], one more score per head that joins each row's sum and has no value. Float32, or converted to it.
-        attn_mask: bool (False hides a key) or of q's dtype (added to the scores), of a shape that broadcasts to [B, Hq, Sq, Sk],
-            any strides. An additive one has a gradient, which takes no more memory than the mask where that is broadcast.
-        alibi_slopes: [Hq] or [B, Hq], float32 or converted to it: query i adds -slope * abs(i + (Sk - Sq) - j) to the score of key j, after a
-            softcap (ALiBi: Press et al., Train Short, Test Long); on a GPU slopes count as 88 at most. Not with attn_mask; without a gradient.
-        dropout_p: the share of probabilities that become 0, to the nearest multiple of 2^-16; the others are multiplied by 1 / (1 - dropout_p).
-            lse is without it.
-        rng_state: int64 [2] on q's device, seed and offset, which with sequence, head, query and key decide what is dropped, in both passes
-            (:func:`dropout_mask`); by default drawn from the device's default generator, once for each call.
-        consistent: the bits of a row of out and lse depend on its query, its visible keys and the options alone, not on the other rows, the
-            batch, or which function computes it (docs/api.md says where). FLASHMOE_CONSISTENT=1 is the same for every call.
-        q_scale, k_scale, v_scale: of q, k and v in float8_e4m3fn alone: what they are multiplied by, above zero, a number or a float32 tensor
-            [], [H] or [B, H] of the tensor's own heads, or [B, H, blocks] of blocks of 128 rows, for q and k also of 64: ceil(rows / 128) or
-            ceil(rows / 64) of them, counted from row 0. On GPUs of compute capability 9.0 products are then of 8 bits, P among them
-            (docs/kernels/attention-fp8.md); elsewhere, and with an option beside causal and scale or with a gradient, tensors are
-            dequantised and everything is as in 16 bits.
-        out_dtype: of float8_e4m3fn: out's, bfloat16 by default, or float16.
+        sinks: [Hq], one extra score per head that is added to each row's softmax sum and has no value. Float32, or converted to it.
+        attn_mask: bool (False hides a key) or q's dtype (added to the scores), of a shape that broadcasts to [B, Hq, Sq, Sk], any
+            strides. An additive mask has a gradient; for a broadcast mask it takes no more memory than the mask itself.
+        alibi_slopes: [Hq] or [B, Hq], float32 or converted to it: -slope * abs(i + (Sk - Sq) - j) is added to the score of query i and
+            key j, after softcap (ALiBi: Press et al., Train Short, Test Long). On a GPU slopes are capped at 88. Cannot be combined
+            with attn_mask; has no gradient.
+        dropout_p: the probability with which an attention weight becomes 0, rounded to the nearest multiple of 2^-16; the others are
+            multiplied by 1 / (1 - dropout_p). lse is computed without dropout.
+        rng_state: int64 [2] on q's device: seed and offset. With the sequence, head, query and key they decide what is dropped, in both
+            passes (:func:`dropout_mask`). By default drawn from the device's default generator, once per call.
+        consistent: the bits of a row of out and lse depend only on its query, its visible keys and the options, not on the other rows,
+            the batch, or which function computes it (docs/api.md says where). FLASHMOE_CONSISTENT=1 sets this for every call.
+        q_scale, k_scale, v_scale: only for q, k and v in float8_e4m3fn: the factors that dequantise them, above zero. Each is a number or a
+            float32 tensor [], [H] or [B, H], with H the tensor's own heads, or [B, H, blocks] with one scale per 128 rows (for q and k
+            also per 64): ceil(rows / 128) or ceil(rows / 64) blocks, counted from row 0. On GPUs of compute capability 9.0 the matrix
+            products, including P V, then run in 8 bits (docs/kernels/attention-fp8.md). On other devices, with any option except
+            causal and scale, or with a gradient, the tensors are dequantised and everything runs as in 16 bits.
+        out_dtype: only for float8_e4m3fn inputs: the dtype of out, bfloat16 (default) or float16.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype (or out_dtype) and, where q is dense, q's order of strides; with ``return_lse`` also lse
+        out [B, Hq, Sq, Dv] in q's dtype (or out_dtype), with q's order of strides if q is dense; with ``return_lse`` also lse
         [B, Hq, Sq] in float32 (natural logarithm). A query that sees no key has out 0 and lse -inf, or its sink. Both can be
         differentiated once (see flashmoe.attn.backward).
 
@@ -232,18 +233,18 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def needs_output_alone(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """No gradient, no transform, no mode or tracer that looks at operators."""
+    """Whether only the output is needed: no gradient, no transform, no mode or tracer that must see the operator."""
     return not (
         (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
         or transforms_are_active()
         or forward_ad._current_level >= 0
         or num_dispatch_modes() > 0
-        or is_tracing()  # a graph with the inference operator would train nothing
+        or is_tracing()  # a traced graph with the inference operator could not be trained
     )
 
 
 def _expand_mask(attn_mask: Any, q: Any, k: Any) -> Any:
-    """To [B, Hq, Sq, Sk], or where it has a gradient to four dimensions; as it is where that cannot be: the operator says why."""
+    """Expand to [B, Hq, Sq, Sk], or to four dimensions if it needs a gradient. Unchanged if that fails: the operator says why."""
     if isinstance(attn_mask, Tensor) and isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
         if is_grad_enabled() and attn_mask.requires_grad:  # not expanded: its gradient is as large as it is
             return attn_mask[(None,) * (4 - attn_mask.dim())] if attn_mask.dim() < 4 else attn_mask

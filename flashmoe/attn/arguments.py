@@ -1,6 +1,6 @@
-"""The types of attention's arguments, which C++ cannot see; rules.py words the rules for values.
+"""Checks of the types of attention's arguments, which C++ cannot see; rules.py has the rules for values.
 
-An eager call with arguments of the usual types runs nothing of this: explain_dense and its like look for the reason after it has failed.
+An eager call with arguments of the usual types runs none of this: explain_dense and the like find the reason after a failure.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from flashmoe.errors import ArgumentError, ArgumentTypeError, DtypeError, Flashm
 from flashmoe.rules import broken, explain
 
 MAX_HEAD_DIM = 512
-MAX_GPU_OPTIONS_HEAD_DIM = 256  # of a GPU's gradient kernels, dropout, ALiBi and 8-bit floats
+MAX_GPU_OPTIONS_HEAD_DIM = 256  # limit of the GPU's kernels for gradients, dropout, ALiBi and 8-bit floats
 MAX_SCALE = 3.4028234663852886e38 / 1.4426950408889634  # the kernels hold scale * log2(e) in float32
 MAX_LENGTH = 2**30 - 1  # the kernels add windows and lengths in 32 bits
 LAYOUT = "[batch, heads, length, head_dim]"
 RAGGED = "[tokens, heads, head_dim]"
 PAGES = "[pages, page_size, heads, head_dim]"
-# A plain dict: torch.compile traces no mapping proxy where the code that it compiles has changed any dict before.
+# A plain dict: torch.compile cannot trace a mapping proxy once the code that it compiles has modified any dict.
 DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     "cpu": (torch.float16, torch.bfloat16, torch.float32),
     "cuda": (torch.float16, torch.bfloat16),
@@ -55,7 +55,7 @@ def check_is_dense_tensor(name: str, tensor: Any, layout: str = LAYOUT) -> None:
 
 
 def check_scalars(scale: Any, causal: Any, return_lse: Any = False, consistent: Any = False) -> None:
-    """The rules for ``scale`` (None stands for the default) and the flags."""
+    """The rules for ``scale`` (None: the default) and the flags."""
     if isinstance(scale, Tensor):
         msg = (
             f"scale must be a number or None; found a {type(scale).__name__}; use float(scale), or multiply q by it where its "
@@ -75,7 +75,7 @@ def check_scalars(scale: Any, causal: Any, return_lse: Any = False, consistent: 
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether ``value`` is a number (no tensor) that the kernels can hold; a symbolic one is taken to be."""
+    """Whether ``value`` is a number (not a tensor) that the kernels can hold; a symbolic number counts as one."""
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return True
     return is_number(value) and -MAX_SCALE <= value <= MAX_SCALE  # false for NaN; right for integers of any size
@@ -95,13 +95,13 @@ def check_numbers(
 
 
 def _check_integer(name: str, value: Any, meaning: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):  # see as_integer
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):  # other integer types: see as_integer
         msg = f"{name} must be an int ({meaning}); found {type(value).__name__}; use int(...)"
         raise ArgumentTypeError(msg)
 
 
 def as_integer(value: Any) -> Any:
-    """An integer of another type, such as NumPy's, as an int; anything else as it is, for the check."""
+    """An integer of another type, such as NumPy's, as an int; anything else unchanged, for the check."""
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, (bool, torch.SymInt)) else value
 
 
@@ -115,9 +115,9 @@ def check_optional_tensor(name: str, tensor: Any) -> None:
 
 
 def explain_dense(error: BaseException, q: Any, k: Any, v: Any, scale: Any, causal: Any) -> BaseException:
-    """Why a call with these arguments failed: our typed error where a rule was broken, else ``error`` itself.
+    """Why a call with these arguments failed: flashmoe's typed error if a rule was broken, else ``error`` itself.
 
-    ``scale`` None stands for the default. Out of memory and other errors of torch come back unchanged.
+    ``scale`` None is the default. Out of memory and other errors of torch are returned unchanged.
     """
     try:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -131,7 +131,7 @@ def explain_dense(error: BaseException, q: Any, k: Any, v: Any, scale: Any, caus
 def explain_varlen(
     error: BaseException, given: Varlen, call: tuple[str, tuple[Any, ...]] | None = None
 ) -> BaseException:
-    """The same of ``attention_varlen_forward``, or of another operator and its arguments."""
+    """Like explain_dense, for ``attention_varlen_forward`` or for another operator and its arguments (``call``)."""
     keys = RAGGED if given.cu_seqlens_k is not None else PAGES if given.block_table is not None else LAYOUT
     try:
         check_is_dense_tensor("q", given.q, LAYOUT if given.cu_seqlens_q is None else RAGGED)
@@ -150,7 +150,7 @@ def explain_varlen(
 def explain_append(
     error: BaseException, k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, cache_seqlens: Any, block_table: Any
 ) -> BaseException:
-    """The same of ``attention_append_``."""
+    """Like explain_dense, for ``attention_append_``."""
     layout = LAYOUT if block_table is None else PAGES
     try:
         check_is_dense_tensor("k_cache", k_cache, layout)

@@ -1,7 +1,7 @@
 """The gradients of attention's forward operators: in the dispatcher, in plain eager calls, and under torch.func.
 
-The forward pass keeps q, k, v, out and lse; the backward pass is an operator of its own (``backward.py``, ``varlen_backward.py``), so that
-compiled graphs hold one node for it whatever the lengths.
+The forward pass saves q, k, v, out and lse. The backward pass is a separate operator (``backward.py``, ``varlen_backward.py``), so that
+compiled graphs hold one node for it at any length.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def keep_dense(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 def _dense_gradient(
     call: Callable[..., Gradients], ctx: Any, grads: tuple[Tensor | None, ...], needed: tuple[bool, ...]
 ) -> Gradients:
-    """For q, k and v, each None where it is not ``needed``, and two None for scale and causal. ``grads``: of out and lse."""
+    """Gradients of q, k and v, each None if not ``needed``, and two None for scale and causal. ``grads``: those of out and lse."""
     if grads[0] is None and grads[1] is None:
         return (None,) * 5
     gradients = call(*DenseBackward._make((*grads, *ctx.saved_tensors, ctx.scale, ctx.causal, bits(needed))))
@@ -77,8 +77,8 @@ def _dense_gradient(
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> tuple[Tensor, Tensor]:
     """``flash_attention_forward`` in eager mode; ``scale`` None is 1 / sqrt(D).
 
-    The autograd rule is Python, called by the dispatcher on every call at a cost of several us; where no gradient can be
-    asked for it is skipped. Under torch.func a tensor's outer levels cannot be seen from here, so nothing is skipped.
+    The autograd rule is Python, and the dispatcher's call to it costs several us; it is skipped when no gradient can be requested.
+    Under torch.func a tensor's outer levels cannot be seen from here, so nothing is skipped.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if transforms_are_active():
@@ -86,7 +86,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: 
     if has_tangent(q, k, v):
         raise DifferentiationError(NO_FORWARD_MODE)
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        # A mode or torch.jit.trace must see the operator, not what is in the rule.
+        # A mode or torch.jit.trace must see the operator itself, not what the rule does.
         if num_dispatch_modes() > 0 or is_tracing():
             result: tuple[Tensor, Tensor] = _operators.flash_attention_forward.default(q, k, v, scale, causal)
         else:
@@ -98,7 +98,7 @@ def dense_forward(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: 
 
 
 def dense_rule(keyset: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """What the operator does in the dispatcher's Autograd layer, for those who call it by its name and for compilers."""
+    """The operator's rule in the dispatcher's Autograd layer, for calls by the operator's name and for compilers."""
     if has_tangent(q, k, v):
         raise DifferentiationError(NO_FORWARD_MODE)
     try:
@@ -114,7 +114,7 @@ def dense_rule(keyset: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causa
 
 
 def _below_autograd(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """The operator's next layer: what stands above autograd (autocast, modes) has had its turn."""
+    """Calls the operator's next layer; the layers above autograd (autocast, modes) have already run."""
     with torch._C._AutoDispatchBelowAutograd():
         result: tuple[Tensor, Tensor] = _operators.flash_attention_forward.default.redispatch(
             keyset & torch._C._after_autograd_keyset, *arguments
@@ -123,7 +123,7 @@ def _below_autograd(keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 class DispatchedForward(torch.autograd.Function):
-    """The operator's own gradient."""
+    """The gradient of the operator when the dispatcher calls it."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -138,8 +138,8 @@ class DispatchedForward(torch.autograd.Function):
 
 
 class EagerForward(torch.autograd.Function):
-    """The forward operator with a gradient, outside torch.func and dispatch modes. The operator's own rule does the same for a
-    fifth more CPU time (15.3 us against 12.5 on one core), as the dispatcher calls it from C++."""
+    """The forward operator with a gradient, outside torch.func and dispatch modes. The operator's own rule does the same but takes a
+    fifth more CPU time (15.3 us against 12.5 on one core), because the dispatcher calls it from C++."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -154,7 +154,7 @@ class EagerForward(torch.autograd.Function):
 
 
 def dense_under_transforms(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """The forward operator where a torch.func transform is active, whichever it is."""
+    """The forward operator under any active torch.func transform."""
     interpreter = retrieve_current_functorch_interpreter()
     if interpreter.key() != TransformType.Functionalize:
         result: tuple[Tensor, Tensor] = dense.apply(q, k, v, scale, causal)
@@ -187,7 +187,7 @@ def keep_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def dropout_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
-    """For the arguments of ``attention_dropout_forward``."""
+    """The gradients for the arguments of ``attention_dropout_forward``."""
     calls = _operators.attention_dropout_backward.default, _operators.attention_bias_gradient.default
     return _dropout_gradient(*calls, ctx, grads)
 
@@ -199,7 +199,7 @@ def _dropout_gradient(
 
 
 def varlen_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
-    """For the arguments of ``attention_varlen_forward``, None where none is needed. ``grads``: of out and lse."""
+    """The gradients for the arguments of ``attention_varlen_forward``, None where not needed. ``grads``: those of out and lse."""
     calls = _operators.attention_varlen_backward.default, _operators.attention_mask_backward.default
     return _varlen_gradient(*calls, ctx, grads)
 
@@ -211,7 +211,7 @@ def _varlen_gradient(
     grads: tuple[Tensor | None, ...],
     dropout: tuple[Any, ...] = (),
 ) -> Gradients:
-    """``mask_call``: ``call`` that gives the mask's gradient, too; with dropout it gives that alone."""
+    """``mask_call``: without dropout, ``call`` that also returns the mask's gradient; with dropout, only the mask's gradient."""
     if grads[0] is None and grads[1] is None:
         return (None,) * len(Varlen._fields)
     if ctx.has_pages:
@@ -219,7 +219,7 @@ def _varlen_gradient(
     count = len(Varlen._fields)
     wanted: Any = Varlen._make(ctx.needs_input_grad[:count])
     needed = (wanted.q, wanted.k, wanted.v, wanted.sinks)
-    saved = ctx.saved_tensors  # once: a checkpoint unpacks them once. Of dropout the state is behind the others
+    saved = ctx.saved_tensors  # read once: a checkpoint unpacks them only once. With dropout, rng_state comes last
     given = VarlenBackward._make((*grads, *saved[:_KEPT], *ctx.numbers, bits(needed)))
     gradients: Gradients = ()
     if wanted.mask:
@@ -247,9 +247,9 @@ def _check_mask_gradient(given: VarlenBackward) -> None:
 def _eager(
     name: str, keep: Callable[..., None], gradient: Callable[..., Gradients], direct: Callable[..., Gradients]
 ) -> Callable[..., Any]:
-    """An operator with its gradient, as ``EagerForward`` has it: the rule of ``torch.library.register_autograd`` takes ten times as long.
+    """An operator with its gradient, as in ``EagerForward``: the rule of ``torch.library.register_autograd`` takes ten times as long.
 
-    ``direct``: the same as ``gradient`` without the dispatcher, which calls Python for 20 us more."""
+    ``direct``: ``gradient`` without the dispatcher, whose calls into Python cost 20 us more."""
 
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
@@ -270,7 +270,7 @@ def _eager(
 
 
 def is_eager(given: Varlen) -> bool:
-    """Whether nothing but autograd must see the operator's call."""
+    """Whether only autograd has to see the operator's call (no subclass, autocast, mode or tracer)."""
     is_plain = type(given.q) is type(given.k) is type(given.v) is Tensor and not torch.is_autocast_enabled(
         given.q.device.type
     )
@@ -299,7 +299,7 @@ eager_dropout = _eager(
 
 
 def dropout_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """``attention_dropout_forward`` likewise."""
+    """``attention_dropout_forward`` under any active torch.func transform."""
     is_functionalized = retrieve_current_functorch_interpreter().key() == TransformType.Functionalize
     call = _operators.attention_dropout_forward.default if is_functionalized else dropout.apply
     result: tuple[Tensor, Tensor] = call(*arguments)
@@ -307,22 +307,22 @@ def dropout_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def varlen_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """``attention_varlen_forward`` where a torch.func transform is active, whichever it is."""
+    """``attention_varlen_forward`` under any active torch.func transform."""
     is_functionalized = retrieve_current_functorch_interpreter().key() == TransformType.Functionalize
     call = _operators.attention_varlen_forward.default if is_functionalized else varlen.apply
     result: tuple[Tensor, Tensor] = call(*arguments)
     return result
 
 
-# torch.func: its transforms need a Function and cannot use the operators' own rules. vmap also serves what it did not record:
-# ``torch.autograd.grad(is_grads_batched)``.
+# torch.func: its transforms need a Function and cannot use the operators' own rules. The vmap rules also handle calls that no transform
+# recorded: ``torch.autograd.grad(is_grads_batched)``.
 
 
 def _vmap_rule(
     call: Callable[..., tuple[Tensor, ...]], fields: tuple[str, ...], batched: str, without_batch: str = ""
 ) -> Callable[..., tuple[Any, int | tuple[int, ...]]]:
-    """The mapped dimension becomes part of the batch of the arguments named in ``batched``. One call for each where an argument named in
-    ``without_batch`` is given, or one that has no batch is mapped."""
+    """The mapped dimension becomes part of the batch of the arguments named in ``batched``. One call per mapped element instead if an
+    argument named in ``without_batch`` is given, or if an argument without a batch is mapped."""
     of_batch, others = positions(fields, batched), positions(fields, without_batch)
     (q,) = positions(fields, "q")
 
@@ -354,7 +354,7 @@ def _vmap_rule(
 
 
 def _is_shared(arguments: tuple[Any, ...], in_dims: tuple[int | None, ...], q: int, mask: int) -> bool:
-    """Whether the mask has one element in place of q's batch."""
+    """Whether the mask's batch size differs from q's, so that sequences share a mask."""
     if arguments[mask] is None:
         return False
     batches = [arguments[index].shape[1 if in_dims[index] == 0 else 0] for index in (q, mask)]
@@ -362,12 +362,12 @@ def _is_shared(arguments: tuple[Any, ...], in_dims: tuple[int | None, ...], q: i
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    """Looked up when called: those written in Python are defined after this module was imported."""
+    """Looked up when called: the operators written in Python are defined after this module is imported."""
     return lambda *arguments: getattr(torch.ops.flashmoe, name).default(*arguments)
 
 
 class _Transformed(NamedTuple):
-    """An operator's rules for torch.func: the function for its transforms, and vmap where none of them recorded the call."""
+    """An operator's rules for torch.func: the function for its transforms, and vmap for calls that no transform recorded."""
 
     apply: Callable[..., Any]
     vmap: Callable[..., Any]
@@ -382,9 +382,9 @@ def _transform(
     gradient: Callable[..., Any] = refuse_double_backward,
     no_forward_mode: str = NO_SECOND_DERIVATIVE,
 ) -> _Transformed:
-    """By default of a backward operator."""
+    """The defaults are those of a backward operator."""
 
-    def vmap(*given: Any) -> Any:  # transforms nest: the function that is mapped is the transformed one itself
+    def vmap(*given: Any) -> Any:  # transforms nest, so the function that is mapped is the transformed one
         return _vmap_rule(apply, fields, batched, without_batch)(*given)
 
     call = _operator(name)
@@ -414,9 +414,11 @@ varlen_backward = _transform(
 )
 dense = _transform("flash_attention_forward", Dense._fields, "q k v", "", *_DENSE_FORWARD)
 varlen = _transform("attention_varlen_forward", Varlen._fields, _BATCHED, _WITHOUT_BATCH, *_VARLEN_FORWARD)
-mask_backward = _transform("attention_mask_backward", VarlenBackward._fields, "q", "mask")  # a call for each
-bias_gradient = _transform("attention_bias_gradient", BiasGradient._fields, "q", "mask")  # likewise
-# A sequence's number in the batch is part of what its mask is made of: each mapped call is one of its own.
+mask_backward = _transform(
+    "attention_mask_backward", VarlenBackward._fields, "q", "mask"
+)  # one call per mapped element
+bias_gradient = _transform("attention_bias_gradient", BiasGradient._fields, "q", "mask")  # one call per mapped element
+# With dropout, a sequence's index in the batch is part of its random numbers, so the mapped dimension cannot join the batch.
 _STATE = ("dropout_p", "rng_state")
 _DROPOUT_FORWARD = (keep_dropout, _transformed_dropout_gradient, NO_FORWARD_MODE)
 dropout_backward = _transform(

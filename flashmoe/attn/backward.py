@@ -1,7 +1,7 @@
-"""Gradients of attention, recomputed in blocks from the log-sum-exp: by the extension on the CPU and where the GPU has kernels,
-else with torch operations.
+"""Gradients of attention, recomputed in blocks from the log-sum-exp: by the extension on the CPU and on GPUs that have kernels,
+otherwise with torch operations.
 
-Nothing of size Sq x Sk is stored. The torch operations are right, bounded in memory, and no faster than their matrix products
+Nothing of size Sq x Sk is stored. The torch operations are correct and bounded in memory, but no faster than their matrix products
 in float32.
 
 With P = exp(scale * q k^T - lse), the gradients (Dao et al., FlashAttention-2, section 3.2, with a term for lse) are
@@ -23,9 +23,9 @@ from flashmoe.attn.options import VarlenBackward
 
 @dataclass(frozen=True)
 class BlockSize:
-    """Keys of one block, and the bytes that its scores may take: float32 [batch, heads, rows, keys].
+    """The number of keys in a block, and the bytes that its scores may take: float32 [batch, heads, rows, keys].
 
-    About three such blocks live at once. On the CPU they should fit the second-level cache: 128 keys and 1 MiB took 0.7 of
+    About three such blocks are live at once. On the CPU they should fit the L2 cache: 128 keys and 1 MiB took 0.7 of
     the time of 512 keys and 8 MiB (one core, S = 2048, D = 64, causal).
     """
 
@@ -54,7 +54,7 @@ def backward(
     causal: bool,
     needs: int = fake.ALL_GRADIENTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), in the dtypes and layouts of q, k and v; what ``needs`` has no bit for (see ``fake.py``) is not computed, and empty.
+    """(dq, dk, dv), in the dtypes and layouts of q, k and v; a gradient whose bit in ``needs`` (see ``fake.py``) is 0 is empty.
 
     q, out, grad_out [B, Hq, Sq, D]; k, v [B, Hkv, Sk, D]; lse, grad_lse [B, Hq, Sq]; a missing gradient counts as zero.
     Accumulates in float32 (float64 for float64). Memory beyond the results: float32 dq and a few blocks of scores. A row
@@ -74,7 +74,7 @@ def backward(
     grouped = (batch, heads_kv, group, seq_q)
     q_rows = q.reshape(*grouped, head_dim)
     do_rows = (torch.zeros_like(q) if grad_out is None else grad_out).reshape(*grouped, head_dim)
-    # row_term is rowsum(dO * O) - dLSE; lse of a fully masked row becomes +inf, so that exp gives 0 there and not NaN.
+    # row_term is rowsum(dO * O) - dLSE. The lse of a fully masked row becomes +inf, so that exp gives 0 and not NaN.
     row_term = _row_term(grad_out, grad_lse, out, lse, work).reshape(grouped)
     safe_lse = lse.to(work).masked_fill(lse == -math.inf, math.inf).reshape(grouped)
 
@@ -127,11 +127,11 @@ def backward_by_kernels(
     causal: bool,
     needs: int = fake.ALL_GRADIENTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`backward`, by the extension on the CPU and where this GPU has kernels. Both are the same on every run, bit for bit,
+    """Like :func:`backward`, but by the extension on the CPU and on GPUs that have kernels. Either way the bits are the same on every run,
     whichever gradients are needed.
 
-    Under autocast q, k and v are as the caller has them; the forward pass worked in ``out``'s dtype, and so does this. Values with a
-    head_dim of their own are the other kernels' business, as in the forward pass.
+    Under autocast q, k and v keep the caller's dtype; the forward pass computed in ``out``'s dtype, and so does this. If the values have
+    another head_dim than q, the varlen kernels run, as in the forward pass.
     """
     if q.shape[3] != v.shape[3]:
         lengths, longest = (None,) * 5, (0, 0)  # no cu_seqlens, seqused_k, sinks or mask
@@ -154,14 +154,14 @@ def backward_by_kernels(
 
 
 def _as(tensor: Tensor, gradient: Tensor | None) -> Tensor:
-    """In the dtype and layout of what it is the gradient of; empty where nobody needs one."""
+    """The gradient in the dtype and layout of ``tensor``; empty if it is not needed."""
     if gradient is None:
         return fake.unneeded(tensor)
     return gradient if gradient.dtype == tensor.dtype else fake.gradient_like(tensor).copy_(gradient)
 
 
 def rows_per_block(batch_heads: int, keys: int, block: BlockSize) -> int:
-    """Query rows of one block, so that [batch_heads, rows, keys] in float32 stays within ``block.bytes``."""
+    """The number of query rows of one block, so that [batch_heads, rows, keys] in float32 stays within ``block.bytes``."""
     return max(MIN_ROWS_PER_BLOCK, block.bytes // (4 * batch_heads * keys))
 
 
@@ -174,12 +174,12 @@ def _row_term(grad_out: Tensor | None, grad_lse: Tensor | None, out: Tensor, lse
 
 
 def _flatten_rows(tensor: Tensor, rows: slice, work: torch.dtype) -> Tensor:
-    """[B, Hkv, group, S, D] to [B*Hkv, group*rows, D]: the sum over a group of heads is then part of the product."""
+    """[B, Hkv, group, S, D] to [B*Hkv, group*rows, D], so that the matrix product sums over a group of heads."""
     return tensor[..., rows, :].to(work).flatten(0, 1).flatten(1, 2)
 
 
 def _mask(scores: Tensor, rows: slice, keys: slice, offset: int, group: int) -> None:
-    """Set to -inf what query i may not see: key j with j > i + offset. scores is [B*Hkv, group*rows, keys]."""
+    """Set to -inf the scores that query i may not see: key j with j > i + offset. scores is [B*Hkv, group*rows, keys]."""
     if keys.stop - 1 <= rows.start + offset:
         return  # the whole block is visible
     i = torch.arange(rows.start, rows.stop, device=scores.device).unsqueeze(1)

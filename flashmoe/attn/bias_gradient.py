@@ -1,4 +1,4 @@
-"""The gradient of an additive mask: on a GPU what the kernels leave to Python, on the CPU all of it."""
+"""The gradient of an additive mask: on a GPU the steps around the kernels, on the CPU all of it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SCHEMA = (
     "attention_bias_gradient(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor mask, Tensor out, Tensor lse, "
     "float scale, int window_left, int window_right, float softcap, float dropout_p, Tensor? rng_state) -> Tensor"
 )
-_ROWS = 512  # of scores that the CPU has at a time
+_ROWS = 512  # rows of scores that the CPU holds at a time
 
 
 class BiasGradient(NamedTuple):
-    """What ``attention_bias_gradient`` takes, in its order. Dense: q [B, Hq, Sq, D], k and v [B, Hkv, Sk, ...]."""
+    """The arguments of ``attention_bias_gradient``, in order. Dense: q [B, Hq, Sq, D], k and v [B, Hkv, Sk, ...]."""
 
     grad_out: Tensor | None
     grad_lse: Tensor | None
@@ -39,9 +39,9 @@ class BiasGradient(NamedTuple):
 
 
 def bias_gradient(*arguments: Any) -> Tensor:
-    """dS, summed over the dimensions in which ``mask`` has one element: in its shape and dtype, contiguous; sums are float32.
+    """dS, summed over the dimensions in which ``mask`` has size 1: in the mask's shape and dtype, contiguous, with float32 sums.
 
-    A missing gradient counts as zero. The order of each sum is fixed, so that the bits are the same on every run.
+    A missing gradient counts as zero. The order of each sum is fixed, so the bits are the same on every run.
     """
     given = BiasGradient(*arguments)
     if 0 in (given.q.numel(), given.k.numel(), given.mask.numel()):
@@ -63,7 +63,7 @@ def bias_gradient(*arguments: Any) -> Tensor:
 
 
 def mask_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """What ``attention_varlen_backward`` gives, and the gradient of an additive mask, which has the same bits whatever else is needed."""
+    """The results of ``attention_varlen_backward``, and the gradient of an additive mask, whose bits do not depend on what else is needed."""
     given = VarlenBackward(*arguments)
     assert given.mask is not None
     if given.out.device.type == "cpu" or 0 in (given.q.numel(), given.k.numel(), given.mask.numel()):
@@ -85,7 +85,7 @@ def _mask_backward_by_kernels(given: VarlenBackward) -> tuple[Tensor, ...]:
 
 
 def alone(given: VarlenBackward, dropout_p: float = 0.0, rng_state: Tensor | None = None) -> BiasGradient:
-    """For the mask's gradient alone."""
+    """The arguments for the mask's gradient only."""
     tensors = (given.grad_out, given.grad_lse, given.q, given.k, given.v, given.mask, given.out, given.lse)
     numbers = (given.scale, given.window_left, given.window_right, given.softcap, dropout_p)
     return BiasGradient(*tensors, *numbers, rng_state)  # type: ignore[arg-type]
@@ -134,7 +134,7 @@ def _on_cpu(given: BiasGradient) -> Tensor:
 def _score_gradient(
     given: BiasGradient, of: tuple[int, int, int], at: tuple[int, int], block: slice, seen: Tensor, kept: Tensor | None
 ) -> Tensor:
-    """dS of some rows of one sequence and head, float32 [rows, Sk]. ``of``: sequence, query head, key head; ``at``: of the mask."""
+    """dS of some rows of one sequence and head, float32 [rows, Sk]. ``of``: sequence, query head, key head; ``at``: the mask's indices."""
     b, h, key_head = of
     upstream, lse = given.grad_out[b, h, block].float(), given.lse[b, h, block, None]  # type: ignore[index]
     scores = given.q[b, h, block].float() @ given.k[b, key_head].float().mT * given.scale
@@ -155,7 +155,7 @@ def _score_gradient(
 
 
 def _visible(rows: int, keys: int, left: int, right: int) -> Tensor:
-    """bool [rows, keys]: what a window, aligned bottom-right, lets each row see; -1 is no limit."""
+    """bool [rows, keys]: the keys that each row sees through a window, aligned bottom-right; -1 means no limit."""
     distance = torch.arange(keys) - torch.arange(rows)[:, None] - (keys - rows)
     seen = torch.ones(rows, keys, dtype=torch.bool)
     if left >= 0:

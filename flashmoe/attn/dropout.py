@@ -1,7 +1,7 @@
 """Dropout of attention's probabilities: the seed and offset of a call, the operator's call, and the mask itself.
 
-csrc/attention/params/dropout.h says how seed, offset, sequence, head, row and key make the mask. Importing this module imports torch and loads
-the compiled extension.
+csrc/attention/params/dropout.h defines how seed, offset, sequence, head, row and key make the mask. Importing this module imports torch
+and loads the compiled extension.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def draw_state(device: torch.device) -> Tensor:
 
 
 def attend(given: Varlen, dropout_p: float, rng_state: Tensor | None, return_lse: bool) -> Any:
-    """``attention_dropout_forward`` with its arguments as users give them; ``dropout_p`` is above 0."""
+    """``attention_dropout_forward`` on the user's arguments; ``dropout_p`` is above 0."""
     check_state(rng_state)
     if rng_state is None:
         if not isinstance(given.q, Tensor):
@@ -85,11 +85,11 @@ def refuse_codes() -> None:
 
 
 def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, rows: int, keys: int) -> Tensor:
-    """The mask of a call: bool [batch, heads, rows, keys] on ``rng_state``'s device, False where key j is dropped from row i.
+    """The dropout mask of a call: bool [batch, heads, rows, keys] on ``rng_state``'s device, False where key j is dropped from row i.
 
-    ``rng_state`` is int64 [2], seed and offset, as ``flashmoe.attention`` takes it; of a ragged call ``batch`` counts sequences, and rows and
-    keys those of the longest. What is kept there is multiplied by 1 / (1 - dropout_p). For inspection and tests: 8 bytes and more of memory
-    for each probability. Raises ArgumentTypeError or ArgumentError for a probability, a state or a size that no call takes.
+    ``rng_state`` is int64 [2], seed and offset, as ``flashmoe.attention`` takes it. For a ragged call ``batch`` is the number of sequences,
+    and rows and keys are those of the longest. The call multiplies what it keeps by 1 / (1 - dropout_p). For inspection and tests: needs
+    at least 8 bytes of memory per probability. Raises ArgumentTypeError or ArgumentError for a probability, state or size that no call accepts.
     """
     probability = check_probability(dropout_p)
     check_state(rng_state)

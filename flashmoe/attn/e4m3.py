@@ -1,4 +1,4 @@
-"""Attention over caches of 8-bit floats (float8_e4m3fn) with queries of 16 bits: the operators' arguments from those of users."""
+"""Attention over caches of 8-bit floats (float8_e4m3fn) with 16-bit queries: turns the user's arguments into the operators'."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def has_codes(cache: Any) -> bool:
 
 
 def check_unscaled(k_scale: Scale, v_scale: Scale, k: Any) -> None:
-    """Raise where scales are given for a cache that has none."""
+    """Raise if scales are given for a cache that is not of 8-bit floats."""
     if k_scale is None and v_scale is None:
         return
     name = "k_scale" if k_scale is not None else "v_scale"
@@ -42,7 +42,7 @@ def check_unscaled(k_scale: Scale, v_scale: Scale, k: Any) -> None:
 
 
 def split_scale(name: str, scale: Any) -> tuple[Tensor | None, float]:
-    """The tensor of a scale, and its factor."""
+    """A scale as (tensor, factor): one of them is None or 1."""
     if scale is None:
         return None, 1.0
     if isinstance(scale, Tensor):

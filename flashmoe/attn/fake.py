@@ -1,5 +1,5 @@
-"""What the operators return when there is no data (meta and fake tensors): shapes, dtypes and strides, or the typed error that a call
-with data raises."""
+"""What the operators return when there is no data (meta and fake tensors): shapes, dtypes and strides, or the same typed error as a
+call with data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from flashmoe.attn.options import DenseBackward, Varlen, VarlenBackward
 from flashmoe.rules import check
 
-# The bits of the backward operators' `needs`: 1 for dq, 2 for dk, 4 for dv, 8 for the sinks of ragged attention; of the kernels' 16 for the
-# gradient of the scores behind a mask.
+# The bits of the backward operators' `needs`: 1 for dq, 2 for dk, 4 for dv, 8 for the sinks of ragged attention; for the kernels also
+# 16 for the gradient of the scores, which a mask's gradient needs.
 ALL_GRADIENTS = 7
 MASK_GRADIENT = 16
 
@@ -30,7 +30,7 @@ def inference(*arguments: Any) -> Tensor:
 
 
 def drop_in(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, enable_gqa: bool) -> Tensor | None:
-    """None where scaled_dot_product_attention would broadcast or mask otherwise."""
+    """None if scaled_dot_product_attention would broadcast, or would place the causal mask differently."""
     return inference(q, k, v, scale, causal) if matches_sdpa(q.shape, k.shape, causal, enable_gqa) else None
 
 
@@ -118,38 +118,38 @@ def _dense_output(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """(dq, dk, dv), each dense in the layout of its input; empty where nobody needs it."""
+    """(dq, dk, dv), each dense in the layout of its input; empty if not needed."""
     given = DenseBackward(*arguments)
     return _gradients(given)
 
 
 def varlen_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, dsinks) likewise; dsinks [Hq], or [0] without sinks."""
+    """(dq, dk, dv, dsinks) in the same way; dsinks [Hq], or [0] without sinks."""
     given = VarlenBackward(*arguments)
     heads = given.q.shape[1] if given.sinks is not None and given.needs & 8 else 0
     return *_gradients(given), given.q.new_empty(heads, dtype=torch.float32)
 
 
 def mask_backward(*arguments: Any) -> tuple[Tensor, ...]:
-    """And the mask's."""
+    """The results of ``varlen_backward`` and the mask's gradient."""
     mask = VarlenBackward(*arguments).mask
     assert mask is not None
     return *varlen_backward(*arguments), mask.new_empty(mask.shape)
 
 
 def bias_gradient(*arguments: Any) -> Tensor:
-    """Of ``attention_bias_gradient``: as the mask, contiguous."""
+    """The result of ``attention_bias_gradient``: in the mask's shape, contiguous."""
     mask: Tensor = arguments[5]
     return mask.new_empty(mask.shape)
 
 
 def bias_kernels(*arguments: Any) -> Tensor:
-    """Of ``_attention_bias_gradient`` where it is one part, which a GPU with few multiprocessors would make."""
+    """The result of ``_attention_bias_gradient`` with a single partial sum, as on a GPU with few multiprocessors."""
     return arguments[4].new_empty((1, *arguments[4].shape))  # type: ignore[no-any-return]
 
 
 def varlen_kernels(*arguments: Any) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv, row_dot) as the compiled operator allocates them: row_dot [B, Hq, Sq] or [Hq, N], on a GPU alone."""
+    """(dq, dk, dv, row_dot) as the compiled operator allocates them: row_dot [B, Hq, Sq] or [Hq, N], only on a GPU."""
     given = VarlenBackward(*arguments)
     needs = given.needs & ALL_GRADIENTS
     gradients = (gradient if needs >> index & 1 else None for index, gradient in enumerate(_gradients(given)))
@@ -157,7 +157,7 @@ def varlen_kernels(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 def mask_kernels(*arguments: Any) -> tuple[Tensor | None, ...]:
-    """Of ``_attention_mask_backward`` where another kernel makes the mask's gradient."""
+    """The results of ``_attention_mask_backward`` when another kernel computes the mask's gradient."""
     return *varlen_kernels(*arguments), None
 
 
@@ -167,35 +167,35 @@ def _gradients(given: DenseBackward | VarlenBackward) -> tuple[Tensor, ...]:
 
 
 def matches_sdpa(q: Sequence[int], k: Sequence[int], causal: bool, enable_gqa: bool) -> bool:
-    """Whether one call of the operator is scaled_dot_product_attention itself: four dimensions, nothing to broadcast, a square causal
-    mask; of the shapes [B, Hq, Sq, D] and [B, Hkv, Sk, D].
+    """Whether one call of the operator equals scaled_dot_product_attention: four dimensions, nothing to broadcast, and a causal mask
+    only if square. The shapes are [B, Hq, Sq, D] and [B, Hkv, Sk, D].
 
-    The extension's ``matches_sdpa`` is the same rule for calls that need no Python; a test compares the two.
+    The extension's ``matches_sdpa`` implements the same rule for calls that need no Python; a test compares the two.
     """
     return len(q) == len(k) == 4 and q[0] == k[0] and (enable_gqa or q[1] == k[1]) and not (causal and q[2] != k[2])
 
 
 def unneeded(tensor: Tensor) -> Tensor:
-    """In place of a gradient that nobody needs: no element, and one dimension, which no gradient has."""
+    """Stands in for a gradient that is not needed: no elements, and one dimension, which no gradient has."""
     return tensor.new_empty(0)
 
 
 def bits(needed: Sequence[bool]) -> int:
-    """``needs``, from what autograd says of each input."""
+    """``needs``, from autograd's needs_input_grad."""
     return sum(1 << index for index, need in enumerate(needed) if need)
 
 
 def gradient_like(tensor: Tensor) -> Tensor:
-    """Uninitialised, dense: of four dimensions with the strides of :func:`output_strides`, of ragged tensors contiguous."""
+    """Uninitialised and dense: with the strides of :func:`output_strides` for four dimensions, contiguous for ragged tensors."""
     if tensor.dim() != 4:
         return tensor.new_empty(tensor.shape)
     return tensor.new_empty_strided(tensor.shape, output_strides(tensor.shape, tensor.stride()))
 
 
 def output_strides(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor in q's order of dimensions, head_dim last; contiguous where q is expanded.
+    """Strides of a dense tensor in q's order of dimensions, head_dim last; contiguous if q is expanded.
 
-    Equal strides keep the order of the dimensions. The compiled operator's ``output_strides`` is the same rule.
+    Dimensions with equal strides keep their order. The compiled operator's ``output_strides`` implements the same rule.
     """
     outer = [0, 1, 2]
     if not any(stride == 0 for stride in strides):

@@ -1,6 +1,5 @@
-"""What a call costs in operations, counted as torch counts its own attention: the matrix products alone, two operations for a
-multiply-add, and all of the scores under a causal mask, too. So utilisation figures of a model do not change with the attention that it
-calls."""
+"""The number of operations in a call, counted as torch counts its own attention: only the matrix products, two operations per
+multiply-add, and all scores even under a causal mask. So a model's utilisation figures do not depend on which attention it calls."""
 
 from __future__ import annotations
 
@@ -15,20 +14,20 @@ from flashmoe.attn.options import Varlen, VarlenBackward
 
 
 def forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any, **__: Any) -> int:
-    """q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv] as shapes: q k^T and P v."""
+    """Shapes q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv]; counts q k^T and P v."""
     return _product(q, k) + _product((*q[:3], v[3]), k)
 
 
 def backward_flops(
     grad_out: Any, grad_lse: Any, q: Sequence[int], k: Sequence[int], *rest: Any, needs: int = ALL_GRADIENTS, **_: Any
 ) -> int:
-    """Shapes, as the backward operator takes its tensors."""
+    """From shapes, in the order of the backward operator's tensors."""
     of_q, of_v = backward_products(rest[5] if len(rest) > 5 else needs)
     return of_q * _product(q, k) + of_v * _product((*q[:3], rest[0][3]), k)
 
 
 def backward_products(needs: int) -> tuple[int, int]:
-    """How many products over q's head_dim, and over v's: the scores again, dQ and dK; dP, for these two, and dV."""
+    """The number of products over q's head_dim (the recomputed scores, dQ, dK), and over v's (dP, which dQ and dK need, and dV)."""
     needs_scores_gradient = bool(needs & 3)
     return 1 + (needs & 1) + (needs >> 1 & 1), needs_scores_gradient + (needs >> 2 & 1)
 
@@ -39,7 +38,7 @@ def _product(q: Sequence[int], k: Sequence[int]) -> int:
 
 
 def varlen_flops(*arguments: Any, **_: Any) -> int:
-    """Of the tensors themselves: two operations for a multiply-add, hidden scores included."""
+    """From the tensors themselves: two operations per multiply-add, hidden scores included."""
     given = Varlen(*arguments)
     rows = _lengths(given.cu_seqlens_q, given.q, given.max_seqlen_q)
     keys = _lengths(given.cu_seqlens_k, given.k, given.max_seqlen_k, given.seqused_k, given.block_table)
@@ -49,7 +48,7 @@ def varlen_flops(*arguments: Any, **_: Any) -> int:
 def fp8_varlen_flops(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, *rest: Any, **_: Any
 ) -> int:
-    """As ``varlen_flops``."""
+    """Like ``varlen_flops``."""
     rows, keys = _lengths(cu_seqlens_q, q, rest[1]), _lengths(cu_seqlens_k, k, rest[2], rest[0])
     return int(2 * q.shape[1] * _scores(rows, keys) * (q.shape[-1] + v.shape[-1]))
 
@@ -59,17 +58,17 @@ def dropout_backward_flops(*arguments: Any, **_: Any) -> int:
 
 
 def prefix_flops(*arguments: Any, **_: Any) -> int:
-    """Of what begins with the arguments of ``attention_varlen_forward``."""
+    """For operators whose leading arguments are those of ``attention_varlen_forward``."""
     return varlen_flops(*arguments[: len(Varlen._fields)])
 
 
 def out_flops(_: Any, *arguments: Any, **__: Any) -> int:
-    """Likewise, behind the tensor for the result."""
+    """Like ``prefix_flops``, after a first argument for the result."""
     return prefix_flops(*arguments)
 
 
 def varlen_backward_flops(*arguments: Any, **_: Any) -> int:
-    """As the forward pass: the scores again, dQ and dK have q's head_dim, dV and dP have v's."""
+    """Like the forward pass: the recomputed scores, dQ and dK have q's head_dim, dV and dP have v's."""
     given = VarlenBackward(*arguments)
     rows = _lengths(given.cu_seqlens_q, given.q, given.max_seqlen_q)
     keys = _lengths(given.cu_seqlens_k, given.k, given.max_seqlen_k, given.seqused_k)
@@ -78,14 +77,14 @@ def varlen_backward_flops(*arguments: Any, **_: Any) -> int:
 
 
 def mask_backward_flops(*arguments: Any, **_: Any) -> int:
-    """Likewise; the mask's gradient needs the scores and dP."""
+    """Like ``varlen_backward_flops``; the mask's gradient needs the scores and dP."""
     given = VarlenBackward(*arguments)
     count = varlen_backward_flops(*given)
     return count if given.needs & 3 else count + _product((*given.q.shape[:3], given.v.shape[-1]), given.k.shape)
 
 
 def bias_gradient_flops(*arguments: Any, **_: Any) -> int:
-    """The scores again, and dP."""
+    """The recomputed scores, and dP."""
     q, k, v = arguments[2:5]
     return int(2 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[-1] + v.shape[-1]))
 
@@ -105,7 +104,7 @@ def _lengths(
     used: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Sequence[int]:
-    """Of each sequence; where a tensor has no data, as if all were the longest."""
+    """The length of each sequence; if a tensor has no data, every sequence counts as the longest."""
     for counted in (used, cu_seqlens):
         if counted is None:
             continue

@@ -1,4 +1,4 @@
-"""Attention whose q, k and v are all float8_e4m3fn: on GPUs of compute capability 9.0 by products of 8-bit floats, elsewhere in 16 bits."""
+"""Attention with q, k and v all in float8_e4m3fn: 8-bit products on GPUs of compute capability 9.0, 16 bits elsewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAMES = ("q_scale", "k_scale", "v_scale")
 
 
 def concerns(q: Any, q_scale: Scale, k_scale: Scale, v_scale: Scale, out_dtype: torch.dtype | None) -> bool:
-    """Whether q is of 8 bits, or what belongs to such a q is given."""
+    """Whether q is float8_e4m3fn, or an argument is given that only such a q allows."""
     return (isinstance(q, Tensor) and q.dtype is E4M3) or not (
         q_scale is None and k_scale is None and v_scale is None and out_dtype is None
     )
@@ -57,7 +57,7 @@ def attend(
     consistent: bool,
     options: Mapping[str, Any],
 ) -> Any:
-    """``options``: what the kernel does not have, in keywords of ``attention``, which then attends to dequantised tensors."""
+    """``options``: options that the kernel lacks, as keywords of ``attention``, which then runs on dequantised tensors."""
     if has_fx_proxies(*tensors):
         named = {**dict(zip(("q", "k", "v", *_NAMES), (*tensors, *scales), strict=True)), "out_dtype": out_dtype}
         given = {"causal": causal, "scale": scale, "return_lse": return_lse, "consistent": consistent}
@@ -93,8 +93,8 @@ def attend_varlen(
     return_lse: bool,
     options: Mapping[str, Any],
 ) -> Any:
-    """``lengths``: cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k. ``options``: in keywords of ``attention``; pages and
-    what scores go through are those of its kernels in 16 bits."""
+    """``lengths``: cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k. ``options``: as keywords of ``attention``; pages and
+    score options run on its 16-bit kernels."""
     q, k, v = tensors
     if not isinstance(q, Tensor) or q.dtype is not E4M3:
         _refuse_wide(q, (scales[0], None, None))
@@ -136,7 +136,7 @@ _SCORE_OPTIONS = ("window", "softcap", "sinks", "alibi_slopes", "dropout_p")
 def _dequantize_tokens(
     name: str, codes: Tensor, values: Tensor | None, factor: float, ends: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """``dequantize`` of ragged tensors, [N, H, D]; of scales of sequences each token finds its own by ``ends`` [B + 1]."""
+    """``dequantize`` for ragged tensors, [N, H, D]; with a scale per sequence, each token finds its own through ``ends`` [B + 1]."""
     tokens, heads = codes.shape[:2]
     if values is None:
         return (codes.float() * factor).to(dtype)
@@ -156,7 +156,7 @@ def _dequantize_tokens(
 def _prepared(
     tensors: tuple[Any, Any, Any], scales: Scales, out_dtype: torch.dtype | None, scale: float | None
 ) -> tuple[torch.dtype, float, list[tuple[Tensor | None, float]]]:
-    """The output's dtype, the factor of the scores, and of each tensor its scales and their factor."""
+    """The output's dtype, the factor of the scores, and for each tensor its scales as (tensor, factor)."""
     dtype = torch.bfloat16 if out_dtype is None else out_dtype
     if dtype not in OUT_DTYPES:
         msg = f"out_dtype must be torch.bfloat16 or torch.float16; found {out_dtype}; convert the result"
@@ -185,7 +185,7 @@ def _is_default(value: Any) -> bool:
 
 
 def _in(dtype: torch.dtype, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A mask that is added, in the dtype of the dequantised tensors."""
+    """Converts an additive mask to the dtype of the dequantised tensors."""
     mask = options.get("attn_mask")
     if not isinstance(mask, Tensor) or mask.dtype is torch.bool:
         return dict(options)
@@ -195,7 +195,7 @@ def _in(dtype: torch.dtype, options: Mapping[str, Any]) -> dict[str, Any]:
 def dequantize(codes: Tensor, values: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
     """Codes times their scale, in float32, then rounded once; exact where scales are powers of two that the type holds."""
     wide = codes.float() * factor
-    if values is not None and values.dim() == 3:  # of blocks of 128 or 64 rows
+    if values is not None and values.dim() == 3:  # per block of 128 or 64 rows
         rows = codes.shape[2]
         block = 128 if values.shape[2] == -(-rows // 128) else 64
         values = values.repeat_interleave(block, dim=2)[..., :rows, None]

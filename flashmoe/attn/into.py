@@ -1,4 +1,4 @@
-"""Attention whose result goes into a tensor of the caller's (``out=``): the operators that allocate nothing. For inference."""
+"""Attention that writes its result to the caller's tensor (``out=``), with operators that allocate nothing. For inference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_GRADIENT = "out= is given, but a gradient is to be recorded; leave out= away,
 
 
 def call_of(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor | None) -> tuple[str, tuple[Any, ...]]:
-    """The operator for these keys, and its arguments: of codes with their scales."""
+    """The name of the operator for these keys, and its arguments; with scales if the keys are float8_e4m3fn."""
     has_codes = e4m3.has_codes(given.k)
     if not has_codes:
         e4m3.check_unscaled(k_scale, v_scale, given.k)
@@ -39,7 +39,7 @@ def call_of(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor
 
 
 def attend(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor) -> Tensor:
-    """``out``, written; raises what a call without it raises, and for an ``out`` that is another tensor than the result would be."""
+    """Writes and returns ``out``; raises what a call without ``out`` raises, and an error if ``out`` does not match the result."""
     name, every = call_of(given, k_scale, v_scale, out)
     tensors = [one for one in (given.q, given.k, given.v, given.sinks, given.mask, out) if isinstance(one, Tensor)]
     if transforms_are_active() and not is_compiling():
@@ -66,9 +66,9 @@ def attend(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor)
 
 
 def attention_into(out: Tensor, given: Varlen, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
-    """For engines that call each layer with tensors which they have made themselves: nothing but the operator, eager, without gradients.
+    """For engines that call each layer with tensors of their own making: only the operator, eager, without gradients.
 
-    Keys of float8_e4m3fn have scales, which are float32. Raises as :func:`attend`.
+    Keys in float8_e4m3fn need float32 scales. Raises the errors of :func:`attend`.
     """
     try:
         if k_scale is None:
@@ -81,7 +81,7 @@ def attention_into(out: Tensor, given: Varlen, k_scale: Tensor | None = None, v_
 
 
 def check_alone(out: Any, *, has_dropout: bool, return_lse: bool) -> None:
-    """Raise where a call wants what these operators do not give."""
+    """Raise if a call with ``out`` also wants dropout or lse, which these operators do not have."""
     if out is not None and (has_dropout or return_lse):
         other = "dropout_p" if has_dropout else "return_lse=True"
         msg = f"out= and {other} are both given; no operator has both: leave one of them out"

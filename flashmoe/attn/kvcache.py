@@ -1,4 +1,4 @@
-"""Attention over caches, dense or in pages, and new keys put into them.
+"""Attention over caches, dense or in pages, and appending new keys to them.
 
 Importing this module imports torch and loads the compiled extension.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flashmoe.attn.options import VarlenOptions
 
 _append = torch.ops.flashmoe.attention_append_.default
-_accepted: set[tuple[Any, ...] | None] = set()  # layouts and numbers of calls that no rule refuses
+_accepted: set[tuple[Any, ...] | None] = set()  # layouts and numbers of calls that passed every check
 _MOST_ACCEPTED = 1024
 _ARGUMENTS = ("q", "k_cache", "v_cache", "k_new", "v_new", "cache_seqlens", "block_table", *OPTIONS)
 
@@ -100,30 +100,31 @@ def attention_with_kvcache(
     out: Tensor | None = None,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Append new keys and values to a cache, in place, and attend to all that it then holds. For inference: no gradients.
+    """Append new keys and values to a cache, in place, and attend to everything it then holds. For inference: no gradients.
 
     Args:
         q: [B, Hq, Sq, D], float16 or bfloat16 (on the CPU also float32); Sq is 1 when decoding.
         k_cache, v_cache: [B, Hkv, Smax, D] and [B, Hkv, Smax, Dv], or pages [P, page_size, Hkv, D] with block_table; any strides
-            with a contiguous last dimension. Of q's dtype, or float8_e4m3fn with a q of 16 bits.
+            with a contiguous last dimension. In q's dtype, or float8_e4m3fn with a 16-bit q.
         k_new, v_new: [B, Hkv, Snew, D] and [B, Hkv, Snew, Dv], written after the first cache_seqlens[b] keys of sequence b; None
-            where nothing is appended. No memory of the caches; and two sequences must not append to one page. What goes into a cache of
-            float8_e4m3fn is divided by its scale in float32 and rounded to nearest even; beyond 448 it becomes 448, and NaN stays NaN.
-        cache_seqlens: [B] int32 on q's device, the keys that each cache holds before the call. It is left as it is.
+            to append nothing. They must not overlap the caches in memory, and two sequences must not append to the same page. Values
+            appended to a float8_e4m3fn cache are divided by its scale in float32 and rounded to nearest even; beyond 448 they become
+            448, and NaN stays NaN.
+        cache_seqlens: [B] int32 on q's device, the number of keys in each cache before the call. Not modified.
         block_table: [B, pages] int32, the pages of each sequence: key j is row j % page_size of page block_table[b, j // page_size].
         causal, window, softcap, sinks, alibi_slopes, scale, num_splits, k_scale, v_scale, consistent: as in :func:`attention_varlen`; the
             last query is at the last key.
-        return_lse: also return the log-sum-exp of the scores, the sink included.
-        out: [B, Hq, Sq, Dv] in q's dtype, its dimensions in any order of memory, head_dim last and without gaps, to which the result is written,
-            and which is returned; without return_lse.
+        return_lse: also return the log-sum-exp of the scores, including the sink.
+        out: [B, Hq, Sq, Dv] in q's dtype to write the result to, which is then returned; its dimensions may have any order in memory,
+            with head_dim last and no gaps. Not with return_lse.
 
     Returns:
         out [B, Hq, Sq, Dv]; with ``return_lse`` also lse [B, Hq, Sq] in float32. Keys past the lengths are not read.
-        Where the types, sizes or numbers of arguments are refused, the caches stay as they are.
+        If the arguments' types, sizes or numbers are rejected, the caches are unchanged.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, UnsupportedGpuError, DriverError: as :func:`attention_varlen` does.
-        ArgumentError: as there, and for a cache without room where lengths are checked; else keys without room are dropped.
+        ShapeError, DtypeError, DeviceError, UnsupportedGpuError, DriverError: as in :func:`attention_varlen`.
+        ArgumentError: as there, and for a cache without room if lengths are checked; otherwise keys without room are dropped.
         DifferentiationError: a gradient was requested; call it under torch.no_grad().
     """
     if misplaced:
@@ -184,11 +185,13 @@ def attention_with_kvcache(
 def _append_last(
     cache: tuple[Any, ...], k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor | None, given: Varlen
 ) -> None:
-    """``cache``: as append_checked; it stays as it is where the attention that follows would be refused."""
+    """``cache``: the arguments of append_checked; it is unchanged if the attention that follows would be rejected."""
     try:
         check_before(given, k_scale, v_scale, out)
     except FlashmoeError:
-        check_append(cache, k_scale, v_scale)  # what is wrong with both is told of what the caller gave
+        check_append(
+            cache, k_scale, v_scale
+        )  # an error that both checks find is reported for the caller's own arguments
         raise
     if e4m3.has_codes(cache[0]):
         e4m3.append(cache, k_scale, v_scale)
@@ -197,7 +200,7 @@ def _append_last(
 
 
 def check_append(cache: tuple[Any, ...], k_scale: e4m3.Scale, v_scale: e4m3.Scale) -> None:
-    """Raise what the append would."""
+    """Raise the error that the append would raise."""
     nothing = ArgumentError("")
     if e4m3.has_codes(cache[0]):
         every = (*cache, *e4m3.scale_arguments(k_scale, v_scale))
@@ -210,13 +213,13 @@ def check_append(cache: tuple[Any, ...], k_scale: e4m3.Scale, v_scale: e4m3.Scal
 
 
 def check_before(given: Varlen, k_scale: e4m3.Scale = None, v_scale: e4m3.Scale = None, out: Any = None) -> None:
-    """Raise what attention with these would, for a caller that writes to its caches first."""
+    """Raise the error that attention with these arguments would raise, for a caller that writes to its caches first."""
     q: Any = given.q
     is_subclass = isinstance(q, Tensor) and type(q) is not Tensor
     if is_compiling() or transforms_are_active() or is_subclass:
-        return  # compiled code is checked whole before it runs; no transform follows an append; subclasses have rules of their own
+        return  # compiled code is fully checked before it runs; no transform follows an append; subclasses have their own rules
     layouts = _layouts(given, (k_scale, v_scale, out))
-    if layouts in _accepted:  # asking C++ takes as long as a small call
+    if layouts in _accepted:  # the checks in C++ take as long as a small call
         return
     name, every = into.call_of(given, k_scale, v_scale, out)
     nothing = ArgumentError("")
@@ -230,7 +233,7 @@ def check_before(given: Varlen, k_scale: e4m3.Scale = None, v_scale: e4m3.Scale 
 
 
 def _layouts(given: Varlen, others: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What decides whether a call is refused once its append is not; None where it has a part that no call may have."""
+    """Everything that decides whether a call is rejected, given that its append is not; None if an argument has a type that no call accepts."""
     q, k, v, _, _, lengths, table, sinks, mask = given[:9]
     numbers: list[Any] = list(given[9:])
     try:
@@ -248,14 +251,14 @@ def _layouts(given: Varlen, others: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def _by_our_name(error: FlashmoeError) -> FlashmoeError:
-    """The operators know the lengths as seqused_k, and caches as k and v."""
+    """Renames arguments in the message: the operators call the lengths seqused_k, and the caches k and v."""
     text = str(error)
     ours = re.sub("^([kv]) must", r"\1_cache must", text).replace("seqused_k", "cache_seqlens")
     return error if ours == text else type(error)(ours)
 
 
 def _room(pages: Tensor, block_table: Tensor) -> int:
-    """Keys that a sequence's pages hold; 0 for tensors that the operator refuses."""
+    """The number of keys that a sequence's pages hold; 0 for tensors that the operator rejects."""
     try:
         return min(block_table.shape[1] * pages.shape[1], arguments.MAX_LENGTH)
     except (AttributeError, IndexError):

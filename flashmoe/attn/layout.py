@@ -1,8 +1,8 @@
 """A warning for tensors that look like [batch, length, heads, head_dim], which attention would compute without complaint.
 
-Where the heads do not fit together, the call is refused and says so (attention.transposed_heads). Where they do, only the sizes tell:
-as many heads as a sequence has tokens, and fewer tokens than any model has heads. The first calls of a process are looked at, since a
-program that has the layout wrong has it wrong from the start, and every further call would pay for the look.
+If the numbers of heads do not fit together, the call is rejected and says so (attention.transposed_heads). If they do, only the sizes
+give a hint: at least as many heads as tokens per sequence, and fewer tokens than models have heads. Only the first calls of a process
+are checked: a program with the wrong layout has it from the start, and a check on every call would cost time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 from torch._C import _is_tracing as is_tracing
 
-# Key heads of models: up to 128 where every query head has its own, 16 elsewhere. A prompt of fewer tokens than that is usual.
+# Key heads of models: up to 128 if every query head has its own, otherwise 16. Prompts of fewer tokens than that are common.
 SUSPICIOUS_HEADS = 64
 calls_left = 16
 
 
 def look_at(q: Any, k: Any) -> None:
-    """Warn, once in a process, where q and k have at least 64 heads and fewer rows than heads, and as many rows each."""
+    """Warn, once per process, if k has at least 64 heads and more heads than rows, q has as many rows as k, and at least as many heads."""
     global calls_left
     calls_left -= 1
     if is_tracing() or not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):

@@ -1,4 +1,4 @@
-"""Attention over two sets of keys, from the results over each: on a GPU one kernel, elsewhere torch's operations."""
+"""Attention over two sets of keys, merged from the results over each: one kernel on a GPU, torch operations elsewhere."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ MAX_HEAD_DIM = 512  # of the kernel
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both parts, from the results of attention over each: of a shared prefix, of ring attention.
+    """Merges attention over two sets of keys into attention over both, for example for a shared prefix or ring attention.
 
     Args:
-        out_a, out_b: [B, H, S, D] or ragged [N, H, D], as the attention functions return them; one shape and dtype.
-        lse_a, lse_b: [B, H, S] or [H, N], float32. -inf for a part without visible keys.
+        out_a, out_b: [B, H, S, D] or ragged [N, H, D], as the attention functions return them; of the same shape and dtype.
+        lse_a, lse_b: [B, H, S] or [H, N], float32. -inf where a row sees no key.
 
     Returns:
-        (out, lse) in the shapes and dtypes of the parts, computed in float32, or in float64 where they are that. A row that sees no
-        key in either has out 0 and lse -inf. At most one part may have counted a sink. Differentiable in all four, any number of
+        (out, lse) in the shapes and dtypes of the inputs, computed in float32, or in float64 for float64 inputs. A row that sees no
+        key in either has out 0 and lse -inf. At most one input may include a sink. Differentiable in all four inputs, any number of
         times.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, ArgumentTypeError: the parts do not belong together; the message says why.
+        ShapeError, DtypeError, DeviceError, ArgumentTypeError: the two results do not match; the message says why.
     """
     _check_parts(out_a, lse_a, out_b, lse_b)
     rank = out_a.dim()
@@ -55,7 +55,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """:func:`merge_attention` of the four, written to ``out`` and ``lse``. ``out`` may be float32 where ``part`` is not. Without gradients."""
+    """:func:`merge_attention` of the four, written to ``out`` and ``lse``. ``out`` may be float32 even if ``part`` is not. No gradients."""
     if _has_kernel(out, lse, part, part_lse):
         _call(out, lse, part, part_lse, out, lse)
         return
@@ -64,7 +64,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
 
 def _has_kernel(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> bool:
-    """Whether the GPU's kernel serves these parts; a compiler fuses torch's operations itself."""
+    """Whether the GPU's kernel can merge these; under a compiler torch operations are used, because it fuses them itself."""
     return (
         out_a.is_cuda
         and out_b.dtype in (torch.float16, torch.bfloat16)
@@ -83,7 +83,7 @@ def _call(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tenso
 
 
 class _Merge(torch.autograd.Function):
-    """The kernel forward; the gradient is that of torch's operations, which are computed again."""
+    """The forward pass is the kernel; the backward pass recomputes the merge with torch operations and differentiates it."""
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ class _Merge(torch.autograd.Function):
 
 
 def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    # Differences to the larger: -inf - -inf does not arise, and neither weight overflows.
+    # Subtracting the larger lse avoids -inf - -inf, and neither weight overflows.
     largest = torch.maximum(lse_a, lse_b).detach()
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     weight_a, weight_b = (lse_a - largest).exp(), (lse_b - largest).exp()
@@ -116,13 +116,13 @@ def _merged(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple
     part_a, part_b = weight_a / safe, weight_b / safe
     if out_a.dim() == 3:
         part_a, part_b = part_a.mT, part_b.mT
-    # What a part of weight 0 contains is ignored.
+    # Whatever an input of weight 0 contains is ignored.
     out = _weighted(out_a, part_a) + _weighted(out_b, part_b)
     return out.to(out_a.dtype), lse
 
 
 def _check_parts(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
-    """Tensors of floating types, alike in dtype and on one device."""
+    """Raise unless all are tensors of floating types on one device, out_a and out_b of one dtype, lse_a and lse_b of one."""
     parts = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     for name, part in parts.items():
         if not isinstance(part, Tensor):

@@ -21,14 +21,14 @@ class Attention(nn.Module):
         kv_heads: key and value heads; divides ``heads``; by default equal to it. 1 is multi-query attention.
         causal: bottom-right aligned mask (see :func:`flashmoe.attention`).
         bias: whether the four projections have one.
-        head_dim: size of a head, 1 to 512; by default dim // heads, which must then be exact.
+        head_dim: size of a head, 1 to 512; by default dim // heads, and dim must then be a multiple of heads.
         device, dtype: of the parameters. On a GPU use float16 or bfloat16, or call under autocast.
 
     Parameters (names are stable): q_proj [heads * head_dim, dim], k_proj and v_proj [kv_heads * head_dim, dim],
     out_proj [dim, heads * head_dim], each ``.weight`` and, with ``bias``, ``.bias``.
 
-    Raises ArgumentError for sizes that do not fit together, ArgumentTypeError for one that is no integer and for flags that
-    are no bool, DtypeError for a dtype that no kernel takes.
+    Raises ArgumentError for sizes that do not fit together, ArgumentTypeError for a size that is not an integer or a flag that is
+    not a bool, DtypeError for a dtype without kernels.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class Attention(nn.Module):
         """Attend from ``x`` to itself, or to ``context``.
 
         x [B, Sq, dim], context [B, Sk, dim]; returns [B, Sq, dim]. The heads are views of the projections and the result
-        keeps their order of strides, so no tensor is transposed in memory. Raises ShapeError, and what attention raises.
+        keeps their order of strides, so no tensor is transposed in memory. Raises ShapeError and the errors of attention.
         """
         source = x if context is None else context
         if not (
             has_fx_proxies(x, source) or _get_tracing_state() is not None
-        ):  # a tracer takes every check of a size for a choice
+        ):  # a tracer would take every check of a size for a branch
             self._check_input("x", x)
             self._check_input("context", source)
         q = self.q_proj(x).unflatten(2, (self.heads, self.head_dim)).transpose(1, 2)
@@ -93,7 +93,7 @@ def _check_options(causal: bool, bias: bool, dtype: torch.dtype | None) -> None:
 
 
 def _sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int, int, int]:
-    """(dim, heads, kv_heads, head_dim), checked and completed."""
+    """(dim, heads, kv_heads, head_dim), checked, with defaults filled in."""
     dim, heads = check_size("dim", dim), check_size("heads", heads)
     groups = heads if kv_heads is None else check_size("kv_heads", kv_heads)
     if heads % groups:

@@ -1,4 +1,4 @@
-"""Attention's operators: what torch knows of each (see flashmoe/operator.py)."""
+"""Attention's operators, as data for torch's dispatcher (see flashmoe/operator.py)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def refuse_vmap_append(*_: Any) -> NoReturn:
     raise ArgumentError(NO_TRANSFORM_APPENDS)
 
 
-_CAST = positions(Varlen._fields, "q k v mask")  # one dtype, an additive mask's too
+_CAST = positions(Varlen._fields, "q k v mask")  # autocast gives all of them one dtype, an additive mask included
 
 
 def _is_cast(argument: Any) -> bool:
-    """Slopes of ALiBi, which travel as a mask, stay in float32."""
+    """ALiBi's slopes, which are passed as a mask, stay in float32."""
     return argument is not None and not is_slopes(argument)
 
 
-_varlen = partial(Operator, counts_raw=True, autocast=_CAST, is_cast=_is_cast)  # of ragged tensors, forward
+_varlen = partial(Operator, counts_raw=True, autocast=_CAST, is_cast=_is_cast)  # forward operators of ragged attention
 
 OPERATORS = (
     Operator(
@@ -36,7 +36,7 @@ OPERATORS = (
         fake=fake.forward,
         flops=flops.forward_flops,
         autocast=3,
-        # torch.library.register_autograd's rule fails under torch.func and drops forward-mode tangents without a word.
+        # torch.library.register_autograd's rule fails under torch.func and silently drops forward-mode tangents.
         impls={"Autograd": autograd.dense_rule, "FuncTorchDynamicLayerFrontMode": autograd.dense_under_transforms},
     ),
     Operator("_flash_attention_inference", fake=fake.inference, flops=flops.forward_flops, autocast=3),

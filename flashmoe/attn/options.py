@@ -1,4 +1,4 @@
-"""The arguments of attention by name, as they travel from a call to the operators.
+"""The arguments of attention by name, in the form in which they are passed to the operators.
 
 Dense rows and keys are [B, H, S, D]; ragged ones [N, H, D] with cu_seqlens; pages [P, page_size, H, D] with block_table and seqused_k.
 """
@@ -10,12 +10,12 @@ from typing import NamedTuple, TypedDict
 from torch import Tensor
 
 Window = tuple[int, int]
-# As num_splits of an operator: a row's bits depend on its query, its visible keys and its options alone.
+# num_splits value for the operators that means: a row's bits depend only on its query, its visible keys and its options.
 CONSISTENT = -1
 
 
 class ScoreOptions(TypedDict, total=False):
-    """Keywords that every attention function has. A type checker's alone: each function's own signature has the defaults."""
+    """Keywords that every attention function has. Only for type checkers: each function's own signature has the defaults."""
 
     causal: bool
     scale: float | None
@@ -36,7 +36,7 @@ class VarlenOptions(ScoreOptions, total=False):
 
 
 class Varlen(NamedTuple):
-    """What ``attention_varlen_forward`` takes, in its order. Windows count keys; -1 is no limit."""
+    """The arguments of ``attention_varlen_forward``, in order. Windows count keys; -1 means no limit."""
 
     q: Tensor
     k: Tensor
@@ -57,7 +57,7 @@ class Varlen(NamedTuple):
 
 
 class VarlenBackward(NamedTuple):
-    """What ``attention_varlen_backward`` takes, in its order. ``needs``: see ``fake.py``."""
+    """The arguments of ``attention_varlen_backward``, in order. ``needs``: see ``fake.py``."""
 
     grad_out: Tensor | None
     grad_lse: Tensor | None
@@ -81,7 +81,7 @@ class VarlenBackward(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """What ``flash_attention_forward`` takes, in its order."""
+    """The arguments of ``flash_attention_forward``, in order."""
 
     q: Tensor
     k: Tensor
@@ -91,7 +91,7 @@ class Dense(NamedTuple):
 
 
 class DenseBackward(NamedTuple):
-    """What ``flash_attention_backward`` takes, in its order."""
+    """The arguments of ``flash_attention_backward``, in order."""
 
     grad_out: Tensor | None
     grad_lse: Tensor | None
@@ -106,10 +106,10 @@ class DenseBackward(NamedTuple):
 
 
 def is_slopes(mask: Tensor | None) -> bool:
-    """Whether what travels as a mask is ALiBi's slopes."""
+    """Whether the tensor passed as a mask holds ALiBi's slopes."""
     return mask is not None and mask.dim() == 2
 
 
 def positions(fields: tuple[str, ...], names: str) -> tuple[int, ...]:
-    """Where those arguments are, for torch's rules that count them."""
+    """The indices of the named arguments, for torch's rules that take arguments by position."""
     return tuple(fields.index(name) for name in names.split())

@@ -1,4 +1,4 @@
-"""Which probabilities dropout keeps: csrc/attention/params/dropout.h says how seed, offset, sequence, head, row and key decide."""
+"""Which probabilities dropout keeps; csrc/attention/params/dropout.h defines how seed, offset, sequence, head, row and key decide."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from torch import Tensor
 _UNITS = 1 << 16  # p is a multiple of 1 / _UNITS
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _WORD = (1 << 32) - 1
-_LATTICE = (0xBBE05633, 0xA0F2EC75, 0xDB4F0B91, 0x89E18285)  # steps of the limit's lattice for each word of a counter
+_LATTICE = (
+    0xBBE05633,
+    0xA0F2EC75,
+    0xDB4F0B91,
+    0x89E18285,
+)  # the step of the limit's lattice for each word of the counter
 ROUNDS = 7
 
 
 def kept(rng_state: Tensor, dropout_p: float, sequences: range, heads: range, rows: int, keys: int) -> Tensor:
-    """bool [sequences, heads, rows, keys] on ``rng_state``'s device."""
+    """bool [sequences, heads, rows, keys] on ``rng_state``'s device, True where a probability is kept."""
     threshold = min(_UNITS - 1, math.floor(dropout_p * _UNITS + 0.5))
     row_groups, key_groups, device = -(-rows // 16), -(-keys // 32), rng_state.device
     whole, rest = divmod(threshold, 256)
@@ -31,7 +36,7 @@ def kept(rng_state: Tensor, dropout_p: float, sequences: range, heads: range, ro
     counter = (axis(range(4 * key_groups), 3), axis(heads, 1), axis(range(8 * row_groups), 2), axis(sequences, 0))
     point = start + sum(step * word for step, word in zip(_LATTICE, counter, strict=True)) & _WORD
     limit = whole + (point < rest << 24).int()
-    # One word after the other, as memory holds eight bytes for each.
+    # One word at a time, because each takes eight bytes in memory.
     kept = torch.stack(
         [torch.stack([word >> 8 * byte & 0xFF >= limit for byte in range(4)]) for word in philox(counter, tuple(key))]
     )
@@ -42,7 +47,8 @@ def kept(rng_state: Tensor, dropout_p: float, sequences: range, heads: range, ro
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3) on words in int64; products wrap, bits above are dropped."""
+    """Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3) on 32-bit words held in int64; products wrap and are
+    masked to 32 bits."""
     a, b, c, d = counter
     left, right = key
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""What attention over float8_e4m3fn caches, or into a tensor of the caller's, cannot do."""
+"""The errors for what attention over float8_e4m3fn caches, or with ``out=``, does not support."""
 
 from __future__ import annotations
 

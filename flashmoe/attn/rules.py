@@ -1,4 +1,4 @@
-"""What attention's rules for arguments are told as; csrc/attention/host/ decides, by these names (see flashmoe/rules.py)."""
+"""The messages for attention's argument rules; csrc/attention/host/ checks them, by these names (see flashmoe/rules.py)."""
 
 from __future__ import annotations
 

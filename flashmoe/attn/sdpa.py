@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention on flashmoe's operators. Which calls run on them: sdpa_dispatch.py.
+"""torch's scaled_dot_product_attention on flashmoe's operators. sdpa_dispatch.py decides which calls run on them.
 
 Importing this module imports torch and loads the compiled extension.
 """
@@ -41,16 +41,16 @@ def scaled_dot_product_attention(
     when j <= i), unlike :func:`attention`.
 
     float16 and bfloat16 (on the CPU also float32) with 1 <= D <= 512 run on flashmoe, in any layout and with
-    any batch sizes that torch takes, with a bool mask or one of the query's dtype; all else goes to torch, which computes it
-    or raises its own error (docs/api.md has the whole table). Dropout has seed and offset from the device's default generator, and
-    another mask than torch's for them (:func:`attention`).
+    any batch sizes that torch accepts, with a bool mask or one of the query's dtype; everything else goes to torch, which computes it
+    or raises its own error (docs/api.md has the full table). Dropout takes seed and offset from the device's default generator, but
+    drops other elements for them than torch does (:func:`attention`).
 
     ``flashmoe.explain`` (same arguments) says which path a call takes and why. The environment variable FLASHMOE_FALLBACK
     is ``allow`` (default), ``warn`` or ``error``: what happens when a call goes to torch. ``sdpa_kernel`` chooses among torch's
-    own backends and says nothing about flashmoe.
+    own backends and does not affect flashmoe.
 
-    Raises the errors of :func:`attention` where flashmoe runs, torch's where torch does; and ShapeError where key and value
-    differ in length, for which torch's fused CPU kernel has no check: it reads past the end of the shorter.
+    Raises the errors of :func:`attention` when flashmoe runs and torch's when torch runs; and ShapeError if key and value
+    differ in length, which torch's fused CPU kernel does not check: it reads past the end of the shorter one.
     """
     if misspelt:
         keywords.refuse("scaled_dot_product_attention", misspelt, sdpa_dispatch.ARGUMENTS)
@@ -67,7 +67,7 @@ def scaled_dot_product_attention(
         sdpa_dispatch.refuse_unequal_lengths(key, value)
         if sdpa_dispatch.jagged_route is None or not sdpa_dispatch.are_jagged(
             query, key, value
-        ):  # else torch's own choice is told
+        ):  # for jagged tensors torch reports its own choice
             fallback.note_fallback(obstacle)
         if sdpa_dispatch.has_no_heads(query, key, value):  # with zero heads torch's fused CPU kernel divides by zero
             empty = torch._scaled_dot_product_attention_math
@@ -77,7 +77,7 @@ def scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         except RuntimeError as error:
-            # torch's words for heads that do not fit; other errors are about something else.
+            # torch's message for mismatched heads; other errors have other causes.
             is_size = type(error) is RuntimeError and "must match the size of tensor" in str(error)
             if is_size and not enable_gqa and sdpa_dispatch.would_form_groups(query, key):
                 msg = f"{error} (query has {query.shape[-3]} heads and key {key.shape[-3]}: give enable_gqa=True)"
@@ -90,9 +90,9 @@ def scaled_dot_product_attention(
 
 
 def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, enable_gqa: bool) -> Tensor | None:
-    """The usual case at the cost of one operator call: four dimensions, equal batches and heads, a square causal mask.
+    """The common case at the cost of one operator call: four dimensions, equal batches and heads, a square causal mask.
 
-    None where it is another case or where the operator refused: then the caller finds out which it is.
+    None in any other case, or if the operator rejected the call: then the caller finds out which it is.
     """
     if not (type(causal) is type(enable_gqa) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
         return None
@@ -110,7 +110,7 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
 def _top_left(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None, dropout_p: float
 ) -> Tensor:
-    """Attention with SDPA's causal mask, by calls of the bottom-right one, which is the same where Sq == Sk."""
+    """Attention with SDPA's top-left causal mask, by calls with the bottom-right mask, which is the same if Sq == Sk."""
     q, k, v = _last_contiguous(q), _last_contiguous(k), _last_contiguous(v)
     attend = partial(attention, scale=scale, dropout_p=float(dropout_p))
     if mask is not None:
@@ -132,9 +132,9 @@ def _last_contiguous(tensor: Tensor) -> Tensor:
 def _as_four_dimensions(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, torch.Size]:
-    """Broadcast the batch dimensions and merge them into one; returns also the batch shape of the result.
+    """Broadcast the batch dimensions and merge them into one; also returns the batch shape of the result.
 
-    Heads are broadcast too unless they are grouped; one key head for many query heads needs no copy (multi-query).
+    Heads are broadcast too unless they are grouped; a single key head for many query heads needs no copy (multi-query).
     """
     q_lead, k_lead, v_lead = (_lead(tensor) for tensor in (query, key, value))
     batch = torch.broadcast_shapes(q_lead[:-1], k_lead[:-1], v_lead[:-1])
@@ -147,14 +147,14 @@ def _as_four_dimensions(
     k, v = _merge(key, batch, heads_k), _merge(value, batch, heads_v)
     result = torch.Size((*batch, heads_q))
     rank = max(query.dim(), key.dim(), value.dim())
-    # One with fewer dimensions broadcasts as it is, and so does one that needs no merging: expanded, its gradient would be as large as the scores.
+    # A mask with fewer dimensions broadcasts as it is, and so does one that needs no merging; expanded, its gradient would be as large as the scores.
     if mask is not None and mask.dim() > 3 and not (mask.dim() == 4 and len(batch) == 1):
         mask = _merge(mask, batch, heads_q)
     return q, k, v, mask, result[len(result) - (rank - 2) :]
 
 
 def _lead(tensor: Tensor) -> torch.Size:
-    """The sizes before [length, head_dim], with a head of 1 where there is none."""
+    """The sizes before [length, head_dim], with one head if there is no head dimension."""
     return tensor.shape[:-2] if tensor.dim() > 2 else torch.Size((1,))
 
 

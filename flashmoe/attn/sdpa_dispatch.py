@@ -1,7 +1,7 @@
 """Which path ``flashmoe.scaled_dot_product_attention`` takes for given arguments, and why.
 
-The rule is the same everywhere: what the operator computes with exactly SDPA's meaning runs on flashmoe; all else, wrong
-arguments included, goes to ``torch.nn.functional.scaled_dot_product_attention``, which computes it or raises its own error.
+The rule is the same everywhere: calls that the operator computes with exactly SDPA's meaning run on flashmoe; all others, wrong
+arguments included, go to ``torch.nn.functional.scaled_dot_product_attention``, which computes them or raises its own error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "sc
 
 
 class Path(str, Enum):
-    """Whose attention runs."""
+    """The library whose attention runs."""
 
     FLASHMOE = "flashmoe"
     TORCH = "torch"
@@ -43,7 +43,7 @@ class Path(str, Enum):
 
 @dataclass(frozen=True)
 class Route:
-    """The path that a call takes and the reason."""
+    """The path that a call takes, and the reason."""
 
     path: Path
     reason: str
@@ -62,7 +62,7 @@ def explain(
 ) -> Route:
     """Say where ``flashmoe.scaled_dot_product_attention`` would run these arguments; computes nothing.
 
-    Raises ShapeError where key and value differ in length, as that function does.
+    Raises ShapeError if key and value differ in length, as that function does.
     """
     if misspelt:
         keywords.refuse("explain", misspelt, ARGUMENTS, like="scaled_dot_product_attention")
@@ -75,19 +75,19 @@ def explain(
     return Route(Path.TORCH, obstacle)
 
 
-# While flashmoe.activate() is in force: where a call of jagged tensors ends, all of which are torch's to choose a backend for.
+# While flashmoe.activate() is in force: explains where a call with jagged tensors runs; torch chooses the backend of all such calls.
 jagged_route: Callable[..., Route] | None = None
 
 
 def are_jagged(*tensors: Any) -> bool:
-    """Whether all are nested tensors of torch's jagged layout."""
+    """Whether all are nested tensors in torch's jagged layout."""
     return all(isinstance(x, Tensor) and x.layout is torch.jagged for x in tensors)
 
 
 def find_obstacle(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> str | None:
-    """Why flashmoe does not run this call, or None when it does. Symbolic sizes may be guarded on."""
+    """Why flashmoe does not run this call, or None if it does. Symbolic sizes may be guarded on."""
     for find, _ in OBSTACLES:
         obstacle = find(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if obstacle is not None:
@@ -143,7 +143,7 @@ def _dtype_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str |
 
 
 def _dtypes(*tensors: Tensor) -> list[torch.dtype]:
-    """What the operator gets, under autocast too."""
+    """The dtypes that the operator receives, under autocast too."""
     device_type = tensors[0].device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return [tensor.dtype for tensor in tensors]
@@ -183,7 +183,7 @@ def _wide_obstacle(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dr
 
 
 def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> str | None:
-    """The dimensions before [length, head_dim]: equal, or broadcastable as SDPA broadcasts them."""
+    """Why the dimensions before [length, head_dim] do not fit: they must be equal, or broadcast as in SDPA."""
     if enable_gqa and min(len(q), len(k), len(v)) < 1:
         return "enable_gqa needs a head dimension"
     if q == k and k == v:
@@ -218,7 +218,7 @@ def _mask_obstacle(
     mask_dtype, dtype = _dtypes(attn_mask, query)
     if attn_mask.device != query.device or mask_dtype not in (torch.bool, dtype):
         return f"attn_mask is {mask_dtype} on {attn_mask.device}; flashmoe takes bool or query's dtype, on its device"
-    heads = 3 if enable_gqa else 2  # key heads are groups of the query's
+    heads = 3 if enable_gqa else 2  # grouped: the mask has query heads, but key has fewer heads
     batch = torch.broadcast_shapes(*(tensor.shape[:-heads] for tensor in (query, key, value)))
     target = (*batch, *query.shape[-heads:-1], key.shape[-2])
     return None if _broadcasts(attn_mask.shape, target) else "attn_mask does not broadcast to the scores"
@@ -233,7 +233,7 @@ def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> 
     return "forward-mode differentiation is asked for" if has_tangent(query, key, value) else None
 
 
-# What goes to torch: each rule, and the documentation's rows for it. In the order in which reasons are looked for; a rule
+# The calls that go to torch: each rule, with its rows of the documentation's table. The rules run in this order, and a rule
 # may rely on those before it.
 OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
     (_dropout_obstacle, ("`dropout_p` of 1, or what is no probability",)),
@@ -260,7 +260,7 @@ OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
     (_mask_obstacle, ("an `attn_mask` of a dtype that is neither bool nor `query`'s",)),
     (_derivative_obstacle, ("forward-mode differentiation",)),
 )
-# What is left, and how it runs (sdpa.py).
+# Everything else, and how it runs (sdpa.py).
 SUPPORTED: tuple[tuple[str, str], ...] = (
     (f"float16, bfloat16 (CPU also float32), head dims 1 to {MAX_HEAD_DIM}, `value`'s own included", "flashmoe"),
     ("`attn_mask`, bool or of `query`'s dtype, any broadcast and strides, with its gradient", "flashmoe"),
@@ -274,7 +274,7 @@ SUPPORTED: tuple[tuple[str, str], ...] = (
 
 
 def refuse_unequal_lengths(key: Any, value: Any) -> None:
-    """Raise ShapeError for what would make torch read outside of a tensor, or divide by zero (torch 2.10, CPU)."""
+    """Raise ShapeError for lengths that would make torch read outside of a tensor, or divide by zero (torch 2.10, CPU)."""
     for tensor in (key, value):
         if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.dim() < 2:
             return
@@ -284,7 +284,7 @@ def refuse_unequal_lengths(key: Any, value: Any) -> None:
 
 
 def has_no_heads(query: Any, key: Any, value: Any) -> bool:
-    """Whether these are dense tensors of which one has a head dimension of 0."""
+    """Whether these are dense tensors, at least one with a head dimension of size 0."""
     tensors = (query, key, value)
     if not all(isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided for x in tensors):
         return False
@@ -292,7 +292,7 @@ def has_no_heads(query: Any, key: Any, value: Any) -> bool:
 
 
 def would_form_groups(query: Any, key: Any) -> bool:
-    """Whether the key has fewer heads than the query, a number that divides the query's, and more than one (one head broadcasts)."""
+    """Whether the key has more than one head (one head broadcasts) and fewer than the query, and their number divides the query's."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and query.dim() >= 3 and key.dim() >= 3):
         return False
     return 1 < key.shape[-3] < query.shape[-3] and query.shape[-3] % key.shape[-3] == 0

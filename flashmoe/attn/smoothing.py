@@ -1,4 +1,4 @@
-"""Keys without their mean, for attention in 8-bit floats."""
+"""Subtracts the mean from keys, for attention in 8-bit floats."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def smooth_keys(k: Any) -> Tensor:
-    """``k`` less the mean of each head's keys, to be quantised in its place.
+    """``k`` minus the mean of each head's keys; quantise this instead of ``k``.
 
-    Every score of a query loses the same number, scale * (q . mean): the softmax, and so ``out`` of attention, stays what it was, and ``lse`` is less by
-    that number. Where keys share a large mean, as those of language models do in some columns, what is left needs a smaller scale, and scores
-    of 8-bit keys are closer to the exact ones. Keys to which others are added later (a cache) have to lose the first ones' mean, too.
+    This lowers every score of a query by the same number, scale * (q . mean): the softmax, and so ``out`` of attention, does not change, and
+    ``lse`` decreases by that number. If keys share a large mean, as keys of language models do in some columns, the remainder needs a
+    smaller scale, and scores with 8-bit keys are closer to the exact ones. Keys that are added later (to a cache) must have the mean of the
+    first keys subtracted too.
 
     Args:
         k: [B, Hkv, Sk, D], any strides, float16, bfloat16 or float32; can be differentiated.
 
     Returns:
-        A tensor like ``k``: the mean is taken in float32, the difference rounded once.
+        A tensor like ``k``: the mean is computed in float32, the difference rounded once.
 
     Raises:
         ArgumentTypeError, ShapeError, DtypeError: k is not such a tensor.

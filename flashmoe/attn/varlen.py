@@ -1,4 +1,4 @@
-"""Attention over ragged batches and pages, and with what models put between the scores and the softmax. Caches: kvcache.py.
+"""Attention over ragged batches and pages, and with score options (windows, softcap, sinks, ALiBi, masks). Caches are in kvcache.py.
 
 Importing this module imports torch and loads the compiled extension.
 """
@@ -129,56 +129,57 @@ def attention_varlen(
     out_dtype: torch.dtype | None = None,
     **misspelt: NoReturn,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention within each sequence of a batch whose sequences follow each other, without padding.
+    """Attention within each sequence of a packed (ragged) batch: the sequences follow each other without padding.
 
-    Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1; keys likewise, or in pages: then key j of sequence b
-    is row j % page_size of page block_table[b, j // page_size]. With Sq and Sk a sequence's own lengths, query i is at key
-    i + (Sk - Sq): masks are aligned bottom-right. Sequences without queries or keys are fine. Nothing here waits for the GPU, and a
-    CUDA graph may be replayed with other lengths up to the maxima.
+    Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. Its keys are packed in the same way, or in pages: then key j
+    of sequence b is row j % page_size of page block_table[b, j // page_size]. With Sq and Sk a sequence's own lengths, query i is at key
+    i + (Sk - Sq): masks are aligned bottom-right. Sequences without queries or keys are allowed. No call waits for the GPU, and a CUDA
+    graph may be replayed with other lengths up to the maxima.
 
     Args:
-        q: [Nq, Hq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 256, last dimension contiguous.
-        k, v: [Nk, Hkv, D] and [Nk, Hkv, Dv] of the same dtype and device, 1 <= Dv <= 256, or pages [P, page_size, Hkv, D]. Hkv
-            divides Hq: query head h reads key head h // (Hq // Hkv). With a q of 16 bits both may be float8_e4m3fn, and all three.
-        cu_seqlens_q: [B + 1] int32 on q's device, from 0 on, never decreasing, at most Nq.
-        cu_seqlens_k: likewise for the keys; with seqused_k the first sequence may start later. None with pages.
-        max_seqlen_q, max_seqlen_k: of the longest sequences, or more; ints, since the host does not read the lengths.
-        causal: hide keys after the query's own: window's right side is 0.
-        window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 is no limit.
+        q: [Nq, Hq, D], float16 or bfloat16 (on the CPU also float32), 1 <= D <= 512, last dimension contiguous.
+        k, v: [Nk, Hkv, D] and [Nk, Hkv, Dv] of the same dtype and device, 1 <= Dv <= 512, or pages [P, page_size, Hkv, D]. Hkv
+            divides Hq: query head h reads key head h // (Hq // Hkv). With a 16-bit q, k and v may be float8_e4m3fn; so may all three.
+        cu_seqlens_q: [B + 1] int32 on q's device: the running sum of the lengths, starting at 0, at most Nq.
+        cu_seqlens_k: the same for the keys; with seqused_k the first sequence may start later. None with pages.
+        max_seqlen_q, max_seqlen_k: the longest sequence's length, or more; ints, because the host does not read the lengths.
+        causal: hide keys after the query's own: the window's right side is 0.
+        window: (left, right): query i sees keys from i + (Sk - Sq) - left to i + (Sk - Sq) + right; -1 means no limit.
         softcap: scores become softcap * tanh(scores / softcap); at most 4096, 0.0 for none.
-        sinks: [Hq], one more score per head that joins each row's sum and has no value. Float32, or converted to it.
-        alibi_slopes: [Hq] or [B, Hq], float32 or converted to it: query i adds -slope * abs(i + (Sk - Sq) - j) to the score of key j, after a
-            softcap; on a GPU slopes count as 88 at most. Without a gradient.
+        sinks: [Hq], one extra score per head that is added to each row's softmax sum and has no value. Float32, or converted to it.
+        alibi_slopes: [Hq] or [B, Hq], float32 or converted to it: -slope * abs(i + (Sk - Sq) - j) is added to the score of query i and
+            key j, after softcap; on a GPU slopes are capped at 88. Has no gradient.
         scale: multiplies q k^T; a finite number, not a tensor; 1 / sqrt(D) by default.
-        seqused_k: [B] int32, how many keys of each sequence there are; with pages needed, else all that it has room for.
+        seqused_k: [B] int32, the number of keys of each sequence; required with pages, by default all that the sequence has room for.
         block_table: [B, pages of the longest] int32, the pages of each sequence, in any order, shared or not.
-        num_splits: among how many thread blocks the keys of a row are divided; 0 is the kernels' choice. With 1 a row's result
+        num_splits: the number of thread blocks that a row's keys are split among; 0 lets the kernels choose. With 1 a row's result
             does not depend on the rest of the batch, bit for bit.
-        k_scale, v_scale: what k and v of float8_e4m3fn are multiplied by, in float32: a number, or a tensor [], [Hkv] or [B, Hkv]; of
-            pages also [P, 1, Hkv, 1], where page_size is a multiple of 16. With powers of two the result is that of the dequantised
-            keys and values, bit for bit where the same kernel computes both.
-        dropout_p, rng_state: as in :func:`attention`; rows and keys count within their sequence, sequences within the call. Not with pages.
-        consistent: the bits of a row of out and lse depend on its query, its visible keys and the options alone: not on the batch, on where a
-            chunk begins, on ragged, dense or paged tensors (docs/api.md says where). No keys are divided. FLASHMOE_CONSISTENT=1 is the
-            same for every call.
-        return_lse: also return the log-sum-exp of the scores, the sink included.
-        q_scale: of q in float8_e4m3fn alone, with k and v of the same: what it is multiplied by, as k_scale and v_scale above zero: a number,
-            or a tensor [], [Hq] or [B, Hq]. On GPUs of compute capability 9.0 products are then of 8 bits (docs/kernels/attention-fp8.md);
-            elsewhere, with an option beside causal, scale and seqused_k, or with a gradient, all three are dequantised, and over pages q.
-        out_dtype: of q in float8_e4m3fn: out's, bfloat16 by default, or float16.
-        out: [Nq, Hq, Dv] in q's dtype, contiguous and of memory of its own, to which the result is written, and which is returned. Rows of no
-            sequence may change. Without return_lse and dropout_p; no gradient can be recorded then.
+        k_scale, v_scale: the factors that dequantise k and v in float8_e4m3fn, in float32: a number, or a tensor [], [Hkv] or [B, Hkv]; for
+            pages also [P, 1, Hkv, 1], if page_size is a multiple of 16. With powers of two the result is that of the dequantised
+            keys and values, bit for bit if the same kernel computes both.
+        dropout_p, rng_state: as in :func:`attention`; rows and keys are counted within their sequence, sequences within the call. Not with pages.
+        consistent: the bits of a row of out and lse depend only on its query, its visible keys and the options: not on the batch, on where
+            a chunk begins, or on whether tensors are ragged, dense or paged (docs/api.md says where). Keys are never split.
+            FLASHMOE_CONSISTENT=1 sets this for every call.
+        return_lse: also return the log-sum-exp of the scores, including the sink.
+        q_scale: only for q in float8_e4m3fn, with k and v in the same: the factor that dequantises q, above zero like k_scale and v_scale:
+            a number, or a tensor [], [Hq] or [B, Hq]. On GPUs of compute capability 9.0 the matrix products then run in 8 bits
+            (docs/kernels/attention-fp8.md). On other devices, with any option except causal, scale and seqused_k, or with a gradient,
+            all three are dequantised; over pages only q is.
+        out_dtype: only for q in float8_e4m3fn: the dtype of out, bfloat16 (default) or float16.
+        out: [Nq, Hq, Dv] in q's dtype to write the result to, which is then returned; contiguous, sharing no memory with the inputs. Rows
+            that belong to no sequence may change. Not with return_lse or dropout_p; no gradient can be recorded.
 
     Returns:
         out [Nq, Hq, Dv], contiguous; with ``return_lse`` also lse [Hq, Nq] in float32 (natural logarithm). A query that sees no
-        key has out 0 and lse -inf, or its sink. Rows of no sequence are undefined. Both can be differentiated once, in q, k, v
-        and sinks, but not over pages.
+        key has out 0 and lse -inf, or its sink. Rows that belong to no sequence are undefined. Both can be differentiated once, in q, k,
+        v and sinks, but not over pages.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which. What only the
-            numbers in cu_seqlens_q, cu_seqlens_k, seqused_k and block_table can tell is checked on the CPU, and on a GPU where
-            $FLASHMOE_CHECK_VALUES is 1 (each call then waits for the GPU, and none can be captured). Wrong numbers that are not checked
-            are clamped to the tensors' bounds.
+        ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which. The numbers in
+            cu_seqlens_q, cu_seqlens_k, seqused_k and block_table are checked on the CPU, and on a GPU only if
+            $FLASHMOE_CHECK_VALUES is 1 (each call then waits for the GPU, and none can be captured). Wrong numbers that are not
+            checked are clamped to the tensors' bounds.
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
         DifferentiationError: forward mode, a second derivative, or a gradient over pages or float8_e4m3fn.
     """
@@ -247,7 +248,7 @@ def attention_varlen(
 
 
 def expand_slopes(alibi_slopes: Any, q: Any, cu_seqlens_q: Tensor | None) -> Tensor:
-    """ALiBi's slopes as float32 [batch, query heads]; of another shape in two dimensions, for the operator to refuse."""
+    """ALiBi's slopes as float32 [batch, query heads]; slopes that do not fit stay two-dimensional, for the operator to reject."""
     if not isinstance(alibi_slopes, Tensor):
         arguments.check_optional_tensor("alibi_slopes", alibi_slopes)
     if is_grad_enabled() and alibi_slopes.requires_grad:
@@ -294,7 +295,7 @@ def attend(
     out: Tensor | None = None,
     append: Callable[[Varlen], None] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``attention_varlen_forward`` with its arguments as users give them. append puts new keys into k and v before they are read."""
+    """``attention_varlen_forward`` on the user's arguments. ``append`` adds new keys to k and v before they are read."""
     if not (type(causal) is type(return_lse) is type(consistent) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
         arguments.check_scalars(scale, causal, return_lse, consistent)
         scale = float(scale) if isinstance(scale, int) else scale
@@ -305,7 +306,9 @@ def attend(
         mask = expand_slopes(alibi_slopes, q, cu_seqlens_q)
     left, right = (-1, -1) if window is None else _sides(window)
     sizes_are_ints = type(max_seqlen_q) is type(max_seqlen_k) is type(left) is type(right) is type(num_splits) is int
-    if not (sizes_are_ints and type(softcap) is float):  # of the usual types, the operator checks the values
+    if not (
+        sizes_are_ints and type(softcap) is float
+    ):  # if the types are the usual ones, the operator checks the values
         integers = (max_seqlen_q, max_seqlen_k, left, right, num_splits)
         max_seqlen_q, max_seqlen_k, left, right, num_splits = map(arguments.as_integer, integers)
         arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
@@ -379,7 +382,7 @@ def _attend(given: Varlen, scales: tuple[e4m3.Scale, e4m3.Scale], return_lse: bo
 
 
 def _call(given: Varlen, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """The operator in eager mode: where no gradient can be asked for, without the autograd rule in Python."""
+    """The operator in eager mode; skips the autograd rule in Python when no gradient can be requested."""
     result: tuple[Tensor, Tensor]
     if transforms_are_active():
         result = autograd.varlen_under_transforms(*given)

@@ -1,4 +1,4 @@
-"""Gradients of ragged and windowed attention: what the kernels leave to Python."""
+"""Gradients of ragged and windowed attention: the steps around the kernels."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ DROPOUT_SCHEMA = SCHEMA.replace("attention_varlen_backward", "attention_dropout_
 MASK_SCHEMA = SCHEMA.replace("attention_varlen_backward", "attention_mask_backward").replace(
     "(Tensor, Tensor, Tensor, Tensor)", "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
-LEAST_SCALE = 2.0**-126  # a scale below is taken for zero: float32 holds no normal number there
+LEAST_SCALE = 2.0**-126  # a smaller magnitude counts as zero: it is not a normal float32 number
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def backward_by_kernels(*arguments: Any) -> Gradients:
-    """(dq, dk, dv, dsinks), in the dtypes of q, k and v, and float32; empty what ``needs`` has no bit for (see ``fake.py``).
+    """(dq, dk, dv, dsinks), in the dtypes of q, k and v, and float32; a gradient whose bit in ``needs`` (see ``fake.py``) is 0 is empty.
 
-    A missing gradient counts as zero. Rows and keys of no sequence, and rows without a visible key, have zero gradients. Under
-    autocast the forward pass worked in ``out``'s dtype, and so does this. With dropout its probability and ``rng_state`` follow.
+    A missing gradient counts as zero. Rows and keys that belong to no sequence, and rows without a visible key, have zero gradients. Under
+    autocast the forward pass computed in ``out``'s dtype, and so does this. With dropout, its probability and ``rng_state`` follow.
     """
     count = len(VarlenBackward._fields)
     operators, dropout = torch.ops.flashmoe, arguments[count:]
@@ -43,15 +43,15 @@ def backward_by_kernels(*arguments: Any) -> Gradients:
 
 
 class Run(NamedTuple):
-    """What a call of the kernels took and left."""
+    """The gradients from a call of the kernels, the arguments it was given, and its other results."""
 
     gradients: Gradients
     given: VarlenBackward
-    rest: tuple[Tensor | None, ...]  # row_dot, and what follows it
+    rest: tuple[Tensor | None, ...]  # row_dot, and any results after it
 
 
 def run(call: Callable[..., Any], given: VarlenBackward, dropout: tuple[Any, ...] = (), more: int = 0) -> Run:
-    """``call``: an operator of the kernels. ``more``: bits for it beside those of dq, dk and dv."""
+    """``call``: an operator of the kernels. ``more``: bits of its ``needs`` besides those of dq, dk and dv."""
     _refuse_wide(given, has_dropout=bool(dropout))
     grad_out, out, lse, needs = given.grad_out, given.out, given.lse, given.needs
     upstream = torch.zeros_like(out) if grad_out is None else grad_out
@@ -95,7 +95,7 @@ def run(call: Callable[..., Any], given: VarlenBackward, dropout: tuple[Any, ...
 
 
 def _cast(tensor: Tensor, like: Tensor) -> Tensor:
-    return tensor if tensor.dtype is like.dtype else tensor.to(like.dtype)  # a call that does nothing takes 2 us
+    return tensor if tensor.dtype is like.dtype else tensor.to(like.dtype)  # .to() takes 2 us even if it does nothing
 
 
 def _refuse_wide(given: VarlenBackward, *, has_dropout: bool) -> None:
@@ -109,7 +109,7 @@ def _refuse_wide(given: VarlenBackward, *, has_dropout: bool) -> None:
 
 
 def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
-    """The kernels take a scale above zero: its sign moves to q, and by the factor returned last back to dq."""
+    """The kernels need a scale above zero: a negative sign moves to q; the factor returned last puts it back on dq."""
     factor = 1.0 if scale >= LEAST_SCALE else -1.0 if scale <= -LEAST_SCALE else 0.0
     if factor != 1.0:
         q = -q if factor else q - q
@@ -119,7 +119,7 @@ def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
 def sink_gradient(sinks: Tensor, lse: Tensor, row_dot: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
     """[Hq] float32: a sink is a score without a value, so its gradient is -sum over rows of exp(sink - lse) * row_dot.
 
-    lse, row_dot: [B, Hq, Sq], or [Hq, N] where rows of no sequence are undefined.
+    lse, row_dot: [B, Hq, Sq], or [Hq, N], in which rows that belong to no sequence are undefined.
     """
     weights = (sinks.unsqueeze(1) - lse).exp()
     counts = lse > -math.inf

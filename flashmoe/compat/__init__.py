@@ -1,4 +1,4 @@
-"""Other libraries' names on flashmoe's kernels, for code that imports them."""
+"""Other libraries' function names on flashmoe's kernels, for code that imports them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the functions under flash_attn's names do to their arguments before flashmoe's own see them."""
+"""Conversions of arguments from flash_attn's signatures to flashmoe's."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ UNBOUNDED = (-1, -1)
 
 
 class BlockTableError(ArgumentError, RuntimeError):
-    """Lengths reach past what block_table can address: a RuntimeError, as in flash_attn."""
+    """Lengths exceed what block_table can address: a RuntimeError, as in flash_attn."""
 
 
 class RawCallError(ArgumentError, RuntimeError):
-    """The functions of flash_attn's extension raise RuntimeError whatever is wrong."""
+    """flash_attn's extension functions raise RuntimeError for any error."""
 
 
 def refuse(interface: str, **given: Any) -> None:
-    """Raise ArgumentError for the first argument that asks for something: not None, not 0, not empty."""
+    """Raise ArgumentError for the first argument that is set: not None, not 0, not empty."""
     for name, value in given.items():
         if value is not None and (isinstance(value, Tensor) or value != 0):
             shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
@@ -32,7 +32,7 @@ def refuse(interface: str, **given: Any) -> None:
 
 
 def integer(value: Any) -> Any:
-    """An integer of any kind (NumPy's, a tensor of one element) as an int; reading a GPU's tensor waits for the GPU."""
+    """An integer of any kind (NumPy's, a tensor of one element) as an int; reading a GPU tensor waits for the GPU."""
     if isinstance(value, (int, torch.SymInt)):
         return value
     try:
@@ -43,7 +43,7 @@ def integer(value: Any) -> Any:
 
 
 def window_of(window_size: Iterable[Any] | None) -> tuple[int, int]:
-    """(left, right), each a number of keys; -1, for no limit, stands for any negative number."""
+    """(left, right), each a number of keys; any negative number becomes -1, no limit."""
     if window_size is None:
         return UNBOUNDED
     sides = tuple(integer(side) for side in window_size)
@@ -61,7 +61,7 @@ def score_options(
     scale: float | None,
     alibi_slopes: Tensor | None = None,
 ) -> dict[str, Any]:
-    """flashmoe's keywords. There a softcap counts if above 0."""
+    """flashmoe's keywords. In flash_attn a softcap only has an effect above 0."""
     window, capped = window_of(window_size), max(float(softcap), 0.0)
     scale = scale if scale is None else float(scale)
     return {
@@ -74,7 +74,7 @@ def score_options(
 
 
 def lengths_of(value: Any, batch: int, otherwise: int, device: torch.device) -> Tensor:
-    """cache_seqlens as int32 [batch]: an int counts for all sequences, None stands for ``otherwise``."""
+    """cache_seqlens as int32 [batch]: an int applies to all sequences, None means ``otherwise``."""
     if isinstance(value, Tensor) and value.dim() > 0:
         return value
     count = otherwise if value is None else integer(value)
@@ -82,7 +82,7 @@ def lengths_of(value: Any, batch: int, otherwise: int, device: torch.device) -> 
 
 
 class Keys(NamedTuple):
-    """Keys and values as ``flashmoe.attn.varlen.attend`` takes them."""
+    """Keys and values as arguments of ``flashmoe.attn.varlen.attend``."""
 
     k: Tensor
     v: Tensor
@@ -92,7 +92,7 @@ class Keys(NamedTuple):
 def keys_after_padding(k: Tensor, v: Tensor, used: Tensor, leftpad: Tensor, block_table: Tensor | None) -> Keys:
     """The keys of caches [B, S, H, D], or of pages [P, page_size, H, D], from leftpad[b] up to used[b].
 
-    Dense caches become one ragged tensor, whose sequence b begins behind its padding. Pages become pages of one key, whose table leaves
+    Dense caches become one ragged tensor, whose sequence b begins after its padding. Pages become pages of one key, whose table leaves
     the padding out.
     """
     left = used - leftpad
@@ -100,7 +100,7 @@ def keys_after_padding(k: Tensor, v: Tensor, used: Tensor, leftpad: Tensor, bloc
         batch, room = k.shape[:2]
         first = torch.arange(batch, dtype=torch.int32, device=k.device) * room + leftpad
         cu_seqlens = torch.nn.functional.pad(first, (0, 1), value=batch * room)
-        longest = 2 * room  # by cu_seqlens, where the next sequence's padding counts to this one
+        longest = 2 * room  # by cu_seqlens, which counts the next sequence's padding to this one
         ragged = {"cu_seqlens_k": cu_seqlens, "seqused_k": left, "max_seqlen_k": longest}
         return Keys(k.flatten(0, 1), v.flatten(0, 1), ragged)
     page_size = k.shape[1]
@@ -112,8 +112,8 @@ def keys_after_padding(k: Tensor, v: Tensor, used: Tensor, leftpad: Tensor, bloc
 
 
 def check_table(lengths: Tensor, added: int, block_table: Tensor, page_size: int) -> None:
-    """Raise BlockTableError where a sequence is longer than its row of block_table. As there this waits for the GPU; while a CUDA graph is
-    captured, and under torch.compile, lengths cannot be read, and keys past the table are clamped to it."""
+    """Raise BlockTableError if a sequence is longer than its row of block_table. As in flash_attn this waits for the GPU; during CUDA graph
+    capture and under torch.compile, lengths cannot be read, and keys past the table are clamped to it."""
     if torch.compiler.is_compiling() or (lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     room = block_table.shape[1] * page_size

@@ -1,4 +1,4 @@
-"""Between padded and packed batches, under the names and with the signatures of flash_attn.bert_padding."""
+"""Converts between padded and packed batches, with the names and signatures of flash_attn.bert_padding."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Drop the padding: hidden_states [B, S, ...] and attention_mask [B, S], where not 0 means valid.
+    """Drop the padding: hidden_states [B, S, ...] and attention_mask [B, S], where nonzero means valid.
 
     Returns (rows [N, ...], their indices in [B * S], cu_seqlens int32 [B + 1], the longest length, lengths int32 [B]).
-    With ``unused_mask`` its rows are kept too, but not counted in the lengths [B] that are returned last. Waits for the GPU: N is
-    a number of the host.
+    With ``unused_mask`` its rows are kept too, but not counted in the lengths [B] that are returned last. Waits for the GPU, because N is
+    needed on the host.
     """
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = (kept != 0).sum(dim=-1, dtype=torch.int32)
@@ -27,8 +27,8 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """:func:`unpad_input` where a row of the batch holds several sequences: attention_mask_in_length [B, S] has their lengths, in
-    their order, and zeros behind them.
+    """:func:`unpad_input` for batches whose rows hold several sequences: attention_mask_in_length [B, S] has their lengths, in
+    order, followed by zeros.
 
     Returns (rows [N, ...], their indices in [B * S], cu_seqlens int32 [sequences + 1], the longest length).
     """
@@ -42,13 +42,13 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The other way: rows [N, ...] to [batch, seqlen, ...], zeros elsewhere."""
+    """The inverse: rows [N, ...] to [batch, seqlen, ...], zeros elsewhere."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.reshape(batch, seqlen, *rows.shape[1:])
 
 
 def index_first_axis(values: Tensor, indices: Tensor) -> Tensor:
-    """values[indices], of the first dimension."""
+    """values[indices] along the first dimension."""
     return values.index_select(0, indices)
 
 
@@ -58,6 +58,6 @@ def index_first_axis_residual(values: Tensor, indices: Tensor) -> tuple[Tensor, 
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """[first_axis_dim, ...] of zeros but for ``values`` [N, ...] at ``indices`` [N], which must differ from each other."""
+    """[first_axis_dim, ...] of zeros except for ``values`` [N, ...] at ``indices`` [N], which must differ from each other."""
     zeros = values.new_zeros((first_axis_dim, *values.shape[1:]))
     return zeros.index_copy(0, indices, values)

@@ -1,4 +1,4 @@
-"""Dropout under flash_attn's names: rng_state, and S_dmask, the signed probabilities that its tests take the mask from."""
+"""Dropout with flash_attn's results: rng_state, and S_dmask, the signed probabilities from which its tests take the mask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCORES_AT_ONCE = 1 << 24
 
 
 def dropout_options(dropout_p: float, q: Tensor) -> dict[str, Any]:
-    """flashmoe's keywords, with a state of the call's own; none without dropout."""
+    """flashmoe's keywords, with a fresh random state; empty without dropout."""
     probability = check_probability(dropout_p)
     return {} if probability == 0.0 else {"dropout_p": probability, "rng_state": draw_state(q.device)}
 
@@ -27,10 +27,10 @@ def state_of(dropout: dict[str, Any], q: Tensor) -> Tensor:
 
 @torch.no_grad()
 def signed_probabilities(q: Tensor, k: Tensor, options: dict[str, Any], dropout: dict[str, Any]) -> Tensor:
-    """S_dmask [B, Hq, Sq, Sk] in q's dtype: exp(score - the row's largest), negative where a key is dropped, 0 where it is hidden.
+    """S_dmask [B, Hq, Sq, Sk] in q's dtype: exp(score - row maximum), negative where a key is dropped, 0 where it is hidden.
 
-    q [B, Hq, Sq, D], k [B, Hkv, Sk, D]. By torch operations, for inspection, some sequences after the others: a mask's words take 8 bytes and more of
-    memory for each score.
+    q [B, Hq, Sq, D], k [B, Hkv, Sk, D]. Computed with torch operations, for inspection, a few sequences at a time: a mask's words take at
+    least 8 bytes of memory per score.
     """
     batch, heads, rows, _ = q.shape
     keys, slopes = k.shape[2], options["alibi_slopes"]
@@ -53,7 +53,7 @@ def signed_ragged_probabilities(
     options: dict[str, Any],
     dropout: dict[str, Any],
 ) -> Tensor:
-    """The same of q [Nq, Hq, D] and k [Nk, Hkv, D]: [B, Hq, longest rows, longest keys], 0 past a sequence's ends. Waits for the GPU."""
+    """The same for q [Nq, Hq, D] and k [Nk, Hkv, D]: [B, Hq, longest rows, longest keys], 0 past a sequence's ends. Waits for the GPU."""
     ends_q, ends_k = (lengths.tolist() for lengths in cu_seqlens)
     batch, heads = len(ends_q) - 1, q.shape[1]
     result = q.new_zeros((batch, heads, *longest))

@@ -1,8 +1,8 @@
 """flash_attn 2's functions on flashmoe's kernels: the same names, signatures, layouts ([B, S, H, D]) and meaning.
 
-Every result is deterministic, whatever ``deterministic`` says; dropout draws from torch's default generator of the device, as there, but
-another mask for the same seed.
-Causal masks and windows are aligned bottom-right, as there.
+Every result is deterministic, whatever ``deterministic`` says; dropout draws from torch's default generator of the device, as in
+flash_attn, but gives another mask for the same seed.
+Causal masks and windows are aligned bottom-right, as in flash_attn.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 Window = tuple[int, int]
 Result = Tensor | tuple[Tensor, Tensor, Tensor | None]
 _UNBOUNDED: Window = arguments.UNBOUNDED
-USE_TRITON_ROCM = False  # others ask
+USE_TRITON_ROCM = False  # other libraries read it
 
 
 def flash_attn_func(
@@ -63,8 +63,8 @@ def flash_attn_func(
 ) -> Result:
     """q [B, Sq, Hq, D], k and v [B, Sk, Hkv, D]; returns [B, Sq, Hq, D], and with ``return_attn_probs`` (out, lse [B, Hq, Sq], S_dmask).
 
-    S_dmask is None without dropout, else [B, Hq, Sq, Sk] in q's dtype, by torch operations: exp(score - the row's largest), negative where a
-    key is dropped. Raises what flashmoe.attention raises.
+    S_dmask is None without dropout, otherwise [B, Hq, Sq, Sk] in q's dtype, computed with torch operations: exp(score - row maximum),
+    negative where a key is dropped. Raises the errors of flashmoe.attention.
     """
     del deterministic  # it always is
     options = _options(causal, window_size, softcap, softmax_scale, alibi_slopes)
@@ -88,7 +88,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """qkv [B, S, 3, H, D]; all else as :func:`flash_attn_func`."""
+    """qkv [B, S, 3, H, D]; otherwise as :func:`flash_attn_func`."""
     q, k, v = _unpack(qkv, "qkv", 5, 3)
     options: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
     rest: tuple[Any, ...] = (alibi_slopes, deterministic, return_attn_probs)
@@ -107,7 +107,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """q [B, Sq, Hq, D], kv [B, Sk, 2, Hkv, D]; all else as :func:`flash_attn_func`."""
+    """q [B, Sq, Hq, D], kv [B, Sk, 2, Hkv, D]; otherwise as :func:`flash_attn_func`."""
     k, v = _unpack(kv, "kv", 5, 2)
     options: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
     rest: tuple[Any, ...] = (alibi_slopes, deterministic, return_attn_probs)
@@ -134,8 +134,8 @@ def flash_attn_varlen_func(
 ) -> Result:
     """q [Nq, Hq, D], k and v [Nk, Hkv, D] or pages [P, page_size, Hkv, D] with block_table int32 [B, pages]; cu_seqlens int32 [B + 1].
 
-    Returns [Nq, Hq, D], and with ``return_attn_probs`` (out, lse [Hq, Nq], S_dmask). With pages cu_seqlens_k gives the lengths, and there is no
-    dropout. S_dmask as of :func:`flash_attn_func`, [B, Hq, max_seqlen_q, max_seqlen_k].
+    Returns [Nq, Hq, D], and with ``return_attn_probs`` (out, lse [Hq, Nq], S_dmask). With pages cu_seqlens_k gives the lengths, and dropout
+    is not supported. S_dmask as in :func:`flash_attn_func`, [B, Hq, max_seqlen_q, max_seqlen_k].
     """
     del deterministic
     options = _options(causal, window_size, softcap, softmax_scale, alibi_slopes)
@@ -169,7 +169,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """qkv [N, 3, H, D]; all else as :func:`flash_attn_varlen_func`."""
+    """qkv [N, 3, H, D]; otherwise as :func:`flash_attn_varlen_func`."""
     q, k, v = _unpack(qkv, "qkv", 4, 3)
     options: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
     rest: tuple[Any, ...] = (alibi_slopes, deterministic, return_attn_probs)
@@ -192,7 +192,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Result:
-    """q [Nq, Hq, D], kv [Nk, 2, Hkv, D]; all else as :func:`flash_attn_varlen_func`."""
+    """q [Nq, Hq, D], kv [Nk, 2, Hkv, D]; otherwise as :func:`flash_attn_varlen_func`."""
     k, v = _unpack(kv, "kv", 4, 2)
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     options: tuple[Any, ...] = (dropout_p, softmax_scale, causal, window_size, softcap)
@@ -222,12 +222,13 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """q [B, Sq, Hq, D]; caches [B, S, Hkv, D], or pages [P, page_size, Hkv, D] with block_table; k and v [B, Snew, Hkv, D] are
-    written into the caches, behind the cache_seqlens (an int, or int32 [B]) keys that are there, and attended to.
+    appended to the caches, after the first cache_seqlens (an int, or int32 [B]) keys, and attended to.
 
-    rotary_cos and rotary_sin [positions, R / 2] rotate the first R columns of the new keys, from position cache_seqlens on, and of q: row by row
-    under a causal mask or a window, else all at position cache_seqlens. cache_batch_idx int32 [B]: which cache is sequence b's.
-    cache_leftpad int32 [B]: keys in front that no row sees. Returns [B, Sq, Hq, D], and with ``return_softmax_lse`` also lse [B, Hq, Sq].
-    Without gradients. A sequence longer than its row of block_table raises a RuntimeError; finding out waits for the GPU, as there.
+    rotary_cos and rotary_sin [positions, R / 2] rotate the first R columns of the new keys, from position cache_seqlens on, and of q: at
+    increasing positions under a causal mask or a window, otherwise all at position cache_seqlens. cache_batch_idx int32 [B]: the index of
+    each sequence's cache. cache_leftpad int32 [B]: the number of leading keys that no row sees. Returns [B, Sq, Hq, D], and with
+    ``return_softmax_lse`` also lse [B, Hq, Sq]. No gradients. A sequence longer than its row of block_table raises a RuntimeError; checking
+    this waits for the GPU, as in flash_attn.
     """
     out, lse = attend_cache(
         q,

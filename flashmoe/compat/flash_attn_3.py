@@ -1,7 +1,7 @@
 """flash_attn 3's public functions (its module flash_attn_interface) on flashmoe's kernels: the same names, signatures and layouts.
 
-pack_gqa, sm_margin and scheduler_metadata tune FlashAttention's kernels and change no result: they are taken and not used. Every result is
-deterministic. Not here, and refused by name: float8 (q_descale, k_descale, v_descale).
+pack_gqa, sm_margin and scheduler_metadata tune FlashAttention's kernels and change no result: they are accepted and ignored. Every result
+is deterministic. Not supported, and rejected by name: float8 (q_descale, k_descale, v_descale).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]; returns [B, Sq, Hq, Dv], and with ``return_attn_probs`` (out, lse
-    [B, Hq, Sq]). Raises ArgumentError for what is lacking (above), and what flashmoe.attention raises."""
+    [B, Hq, Sq]). Raises ArgumentError for unsupported arguments (above), and the errors of flashmoe.attention."""
     del num_splits, pack_gqa, deterministic, sm_margin
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     options = arguments.score_options(causal, window_size, softcap, softmax_scale)
@@ -98,7 +98,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Result:
-    """qkv [B, S, 3, H, D], or [B, S, num_heads_q + 2 Hkv, D]; else as :func:`flash_attn_func`."""
+    """qkv [B, S, 3, H, D], or [B, S, num_heads_q + 2 Hkv, D]; otherwise as :func:`flash_attn_func`."""
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
@@ -182,7 +182,7 @@ def flash_attn_varlen_func(
 def _in_columns(
     attend: Callable[[Tensor], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """attend(v), where a gradient is recorded in groups of columns, for gradient kernels have no more: their gradients add up."""
+    """attend(v); if a gradient is recorded, in groups of at most 256 columns of v, the limit of the gradient kernels; their gradients add up."""
     is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
     if not is_recorded or v.shape[-1] <= MAX_GPU_OPTIONS_HEAD_DIM or q.shape[-1] > MAX_GPU_OPTIONS_HEAD_DIM:
         return attend(v)
@@ -236,10 +236,10 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """As flash_attn 2's, with page_table for block_table; q may be ragged [Nq, Hq, D] with cu_seqlens_q and max_seqlen_q.
+    """Like flash_attn 2's function, with page_table for block_table; q may be ragged [Nq, Hq, D] with cu_seqlens_q and max_seqlen_q.
 
-    Returns out as q, and with ``return_softmax_lse`` (out, lse [B, Hq, Sq] or [Hq, Nq], and two empty tensors where there partial results
-    would be).
+    Returns out in q's layout, and with ``return_softmax_lse`` (out, lse [B, Hq, Sq] or [Hq, Nq], and two empty tensors in place of
+    flash_attn's partial results).
     """
     del scheduler_metadata, pack_gqa, sm_margin
     _refuse(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
@@ -274,7 +274,7 @@ def flash_attn_with_kvcache(
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from that over parts of them: out_partial [splits, B, S, H, D] and lse_partial [splits, B, S, H], float32.
+    """Combines attention over splits of the keys: out_partial [splits, B, S, H, D] and lse_partial [splits, B, S, H], float32.
 
     Returns (out [B, S, H, D] in out_dtype, lse [B, S, H]); splits without a key have lse -inf.
     """
@@ -327,7 +327,7 @@ def _flash_attn_forward(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, two empty tensors), without a gradient: ring attention's way in. Ragged keys have cu_seqlens_k, caches do not."""
+    """(out, lse, two empty tensors), without a gradient: called by ring attention. Ragged keys have cu_seqlens_k, caches do not."""
     _refuse(seqused_q=seqused_q, cu_seqlens_k_new=cu_seqlens_k_new)
     window = (window_size_left, window_size_right)
     if cu_seqlens_k is None:
@@ -409,7 +409,7 @@ def _flash_attn_backward(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> Tensor:
-    """Fills dq, dk and dv; returns rowsum(dout * out) [B, Hq, Sq], or [Hq, Nq] of ragged rows."""
+    """Fills dq, dk and dv; returns rowsum(dout * out) [B, Hq, Sq], or [Hq, Nq] for ragged rows."""
     del sm_margin
     _refuse(seqused_q=sequed_q, seqused_k=sequed_k)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale

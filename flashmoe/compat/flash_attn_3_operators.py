@@ -1,4 +1,4 @@
-"""torch.ops.flash_attn_3: the operators beneath FlashAttention 3's functions, for code that calls them without these."""
+"""torch.ops.flash_attn_3: the operators beneath FlashAttention 3's functions, for code that calls them directly."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def _with_defaults(name: str) -> Callable[..., Any]:
-    """The function behind an operator, which torch calls without the last arguments where these are the schema's defaults."""
+    """The function behind an operator. torch leaves out trailing arguments that equal the schema's defaults; this adds them."""
 
     def call(*given: Any) -> Any:
         arguments = getattr(torch.ops.flash_attn_3, name).default._schema.arguments
@@ -77,7 +77,7 @@ _library: list[torch.library.Library] = []  # while registered
 
 
 def register() -> None:
-    """Define the operators, unless a library has."""
+    """Define the operators, unless another library has defined them."""
     if _library or hasattr(torch.ops.flash_attn_3, "fwd"):
         return
     library = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -88,7 +88,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Take them away again."""
+    """Remove the operators."""
     for library in _library:
         library._destroy()
     _library.clear()

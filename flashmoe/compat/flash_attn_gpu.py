@@ -1,7 +1,7 @@
-"""The functions of flash_attn 2's extension, for code that calls them past its Python: positional arguments, raw results, no autograd.
+"""The functions of flash_attn 2's extension, for code that calls them directly: positional arguments, raw results, no autograd.
 
-Dense tensors are [B, S, H, D], ragged ones [N, H, D]. Errors are RuntimeErrors. What a call returns beside out and lse: S_dmask, empty unless
-return_softmax asks for it, and rng_state, seed and offset of the dropout, zeros without.
+Dense tensors are [B, S, H, D], ragged ones [N, H, D]. Errors are RuntimeErrors. Besides out and lse a call returns S_dmask, empty unless
+return_softmax is True, and rng_state, the seed and offset of the dropout, zeros without dropout.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def varlen_fwd(
     generator: None = None,
     num_splits: int = 0,
 ) -> list[Tensor]:
-    """[out, lse [Hq, N], S_dmask, rng_state]; with pages the lengths are seqused_k, or what cu_seqlens_k says."""
+    """[out, lse [Hq, N], S_dmask, rng_state]; with pages the lengths are seqused_k, or the differences of cu_seqlens_k."""
     _check(generator, p_dropout, return_softmax)
     if num_splits > 1:
         msg = f"num_splits > 1 is not supported for ragged rows, as in flash_attn; found {num_splits}: give 0 or 1"
@@ -128,7 +128,7 @@ def varlen_fwd(
         return_lse=True,
     )
     found, lse = result
-    if zero_tensors:  # rows of no sequence, and their lse
+    if zero_tensors:  # rows that belong to no sequence, and their lse
         rows = torch.arange(found.shape[0], device=found.device)
         outside = (rows < cu_seqlens_q[0]) | (rows >= cu_seqlens_q[-1])
         found, lse = found.masked_fill(outside[:, None, None], 0.0), lse.masked_fill(outside, -torch.inf)
@@ -161,8 +161,8 @@ def bwd(
     generator: None = None,
     rng_state: Tensor | None = None,
 ) -> list[Tensor]:
-    """[dq, dk, dv, rowsum(dout * out) [B, Hq, Sq]]; gradients go into dq, dk and dv where these are given. out and softmax_lse may be of
-    attention to more keys than k: then these are the keys' parts of the gradients. Always deterministic."""
+    """[dq, dk, dv, rowsum(dout * out) [B, Hq, Sq]]; gradients are written to dq, dk and dv if given. out and softmax_lse may come from
+    attention over more keys than k: the result is then these keys' share of the gradients. Always deterministic."""
     del deterministic
     _check(generator, p_dropout)
     dropout = _dropout_of(p_dropout, rng_state)
@@ -212,7 +212,7 @@ def varlen_bwd(
     generator: None = None,
     rng_state: Tensor | None = None,
 ) -> list[Tensor]:
-    """[dq, dk, dv, rowsum(dout * out) [Hq, N]]; else as :func:`bwd`. Rows and keys of no sequence always get zeros."""
+    """[dq, dk, dv, rowsum(dout * out) [Hq, N]]; otherwise as :func:`bwd`. Rows and keys that belong to no sequence always get zeros."""
     del deterministic, zero_tensors
     _check(generator, p_dropout)
     dropout = _dropout_of(p_dropout, rng_state)
@@ -271,7 +271,7 @@ def fwd_kvcache(
 
 
 def _dropout_of(p_dropout: float, rng_state: Tensor | None) -> tuple[Any, ...]:
-    """What the operator of the gradients takes behind its other arguments; none without dropout."""
+    """The gradient operator's trailing arguments; empty without dropout."""
     if p_dropout == 0.0:
         return ()
     if rng_state is None:

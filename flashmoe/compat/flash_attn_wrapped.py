@@ -121,7 +121,7 @@ def _flash_attn_varlen_backward(
     return flash_attn_gpu.varlen_bwd(*tensors, *scores, *rest)[3]
 
 
-# What flash_attn calls through torch's dispatcher, under the names that others import.
+# The names that others import for what flash_attn calls through torch's dispatcher.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
@@ -134,11 +134,11 @@ def maybe_contiguous(x: Tensor | None) -> Tensor | None:
 
 
 def round_multiple(x: int, m: int) -> int:
-    """The least multiple of m from x on."""
+    """The smallest multiple of m that is at least x."""
     return -(-x // m) * m
 
 
 def _get_block_size_n(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Keys over which S_dmask has one maximum in a row: all of them, so that each row is exp(score - its maximum)."""
+    """The number of keys over which a row of S_dmask has one maximum: all of them, so that each row is exp(score - its maximum)."""
     del device, head_dim, is_dropout, is_causal
     return 1 << 30

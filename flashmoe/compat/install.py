@@ -22,11 +22,11 @@ _MARK = "__flashmoe__"
 
 
 def install_as_flash_attn() -> None:
-    """From now on ``import flash_attn`` gives :mod:`flashmoe.compat.flash_attn`, with its ``flash_attn_interface``,
-    ``bert_padding`` and ``layers.rotary``; ``flash_attn_2_cuda`` is :mod:`flashmoe.compat.flash_attn_gpu`.
+    """Make ``import flash_attn`` return :mod:`flashmoe.compat.flash_attn`, with its ``flash_attn_interface``,
+    ``bert_padding`` and ``layers.rotary``; ``flash_attn_2_cuda`` becomes :mod:`flashmoe.compat.flash_attn_gpu`.
 
-    A second call changes nothing. Raises ArgumentError where the real package is installed or already imported: this is no way
-    to replace it unseen.
+    A second call changes nothing. Raises ArgumentError if the real package is installed or already imported, so that it is never
+    replaced silently.
     """
     present = sys.modules.get(_PACKAGE)
     if present is not None and hasattr(present, _MARK):
@@ -40,7 +40,7 @@ def install_as_flash_attn() -> None:
     from flashmoe.compat import bert_padding, flash_attn, flash_attn_gpu, rotary
 
     package = _package(_PACKAGE)
-    package.__file__ = flash_attn.__file__  # which Python names where an import finds no such function
+    package.__file__ = flash_attn.__file__  # shown by Python when an import finds no such function
     for name in flash_attn.__all__:
         setattr(package, name, getattr(flash_attn, name))
     layers = _package(f"{_PACKAGE}.layers")
@@ -52,7 +52,7 @@ def install_as_flash_attn() -> None:
 
 
 def install_as_flash_attn_3() -> None:
-    """The same of ``import flash_attn_interface``, FlashAttention 3's module, which gives :mod:`flashmoe.compat.flash_attn_3`, and of its
+    """The same for ``import flash_attn_interface``, FlashAttention 3's module, which returns :mod:`flashmoe.compat.flash_attn_3`, and for its
     operators, ``torch.ops.flash_attn_3``."""
     from flashmoe.compat import flash_attn_3, flash_attn_3_operators
 
@@ -67,7 +67,7 @@ def install_as_flash_attn_3() -> None:
 
 
 def uninstall_flash_attn() -> None:
-    """Undo both; what was imported meanwhile keeps its functions."""
+    """Undo both; modules imported in the meantime keep their functions."""
     if sys.modules.pop(_MODULE_3, None) is not None:
         from flashmoe.compat import flash_attn_3_operators
 

@@ -1,4 +1,4 @@
-"""Attention over caches as flash_attn 2 and 3 have it: rotary embedding, another order of the batch, padding on the left. No gradients."""
+"""Attention over caches as in flash_attn 2 and 3: rotary embedding, reordered batches, padding on the left. No gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmoe.compat import arguments, latent_query, rotary
 from flashmoe.compat.sections import sections, slices
 from flashmoe.errors import ArgumentError
 
-MAX_SPLITS = 32  # the kernels' own; flash_attn takes 128
+MAX_SPLITS = 32  # the kernels' limit; flash_attn accepts up to 128
 
 
 @torch.no_grad()
@@ -39,18 +39,18 @@ def attend_cache(
     chunk: int = 0,
     qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out as q, lse [B, Hq, Sq], or [Hq, Nq] of ragged rows).
+    """(out in q's layout, lse [B, Hq, Sq], or [Hq, Nq] for ragged rows).
 
     q [B, Sq, Hq, D], or [Nq, Hq, D] with cu_seqlens_q; caches [B, S, Hkv, D], or pages [P, page_size, Hkv, D] with block_table; k and v
-    [B, Snew, Hkv, D] go behind the ``lengths`` keys that are there. rotary_first [B]: the position of the first new key, ``lengths`` by
-    default. With cu_seqlens_k_new int32 [B + 1] they are ragged, [Nnew, Hkv, D]. chunk: flash_attn 3's attention_chunk.
-    qv: latent_query.py. options: scores, num_splits.
+    [B, Snew, Hkv, D] are appended after the first ``lengths`` keys. rotary_first [B]: the position of the first new key, ``lengths`` by
+    default. With cu_seqlens_k_new int32 [B + 1] k and v are ragged, [Nnew, Hkv, D]. chunk: flash_attn 3's attention_chunk.
+    qv: see latent_query.py. options: score options, num_splits.
     """
     if cache_batch_idx is not None:
         if block_table is not None:
             msg = "cache_batch_idx goes with dense caches; pages are found by block_table alone: leave cache_batch_idx out"
             raise ArgumentError(msg)
-        block_table = cache_batch_idx.unsqueeze(1)  # a sequence's cache is one page
+        block_table = cache_batch_idx.unsqueeze(1)  # each sequence's cache counts as one page
     options = {**options, "num_splits": min(options["num_splits"], MAX_SPLITS)}
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -113,7 +113,7 @@ def append_ragged(
     cu_seqlens: Tensor,
     block_table: Tensor | None,
 ) -> None:
-    """Write new keys and values [N, Hkv, D] behind the used[b] keys of the sequences that cu_seqlens int32 [B + 1] cuts them into."""
+    """Append new keys and values [N, Hkv, D], split into sequences by cu_seqlens int32 [B + 1], after the first used[b] keys of each."""
     sequence, index = rotary.positions_of(new[0].shape[0], cu_seqlens)
     key = used[sequence] + index
     for cache, rows in zip(caches, new, strict=True):
@@ -137,7 +137,7 @@ def _attend_gathered(
     options: dict[str, Any],
     qv: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """With chunks or qv. The keys are gathered into one tensor, a copy of the caches' used parts and more: for what few models ask."""
+    """With chunks or qv. Gathers the keys into one tensor, a copy of at least the caches' used rows; few models need this."""
     if qv is not None and not chunk and leftpad is None:
         decoded = latent_query.decode_latents(q, qv, k_cache, v_cache, used, block_table, options)
         if decoded is not None:

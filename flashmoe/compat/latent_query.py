@@ -1,7 +1,8 @@
-"""flash_attn 3's qv: queries whose scores are q k^T + qv v^T, as absorbed latent attention has them.
+"""flash_attn 3's qv: queries whose scores are q k^T + qv v^T, as in absorbed latent attention.
 
-What DeepSeek's decoding asks for (one key head, 64 columns of q and 512 of qv, both caches columns of one tensor) is :func:`flashmoe.mla_decode`. All else
-is made of torch's operations in float32, a sequence after the other: right and differentiable, not fast, and lengths on a GPU are waited for.
+Calls of the shape that DeepSeek's decoding uses (one key head, 64 columns of q and 512 of qv, both caches views of one tensor) run on
+:func:`flashmoe.mla_decode`. All others are computed with torch operations in float32, one sequence at a time: correct and
+differentiable, not fast, and the host waits for lengths on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MOST_ROWS = 128
 
 
 def options_of(q: Tensor, qv: Tensor, v: Tensor, options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` with flash_attn 3's own scale, (D + Dv) ** -0.5. Raises ShapeError for a qv that does not go with q and v."""
+    """``options`` with flash_attn 3's default scale, (D + Dv) ** -0.5. Raises ShapeError if qv does not match q and v."""
     if qv.shape != (*q.shape[:-1], v.shape[-1]):
         msg = f"qv has shape {list(qv.shape)}; needed: q's with v's last dimension, {[*q.shape[:-1], v.shape[-1]]}"
         raise ShapeError(msg)
@@ -37,7 +38,7 @@ def attend_ragged(
     options: dict[str, Any],
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """q [Nq, Hq, D], qv [Nq, Hq, Dv], k [Nk, Hkv, D], v [Nk, Hkv, Dv]; sequence i has the rows and keys of its slices, other rows get zeros.
+    """q [Nq, Hq, D], qv [Nq, Hq, Dv], k [Nk, Hkv, D], v [Nk, Hkv, Dv]; ``rows`` and ``keys`` slice out each sequence; other rows get zeros.
 
     Returns (out [Nq, Hq, Dv], lse [Hq, Nq] float32)."""
     parts = [_attend(q[row], k[key], v[key], qv[row], chunk, **options) for row, key in zip(rows, keys, strict=True)]
@@ -58,9 +59,9 @@ def _attend(
     window: tuple[int, int] | None,
     softcap: float,
     scale: float,
-    **_: Any,  # num_splits; no slopes here
+    **_: Any,  # num_splits; slopes are not supported
 ) -> tuple[Tensor, Tensor]:
-    """Of one sequence."""
+    """Attention of one sequence."""
     heads = k.shape[1]
     q, qv = (
         rows.float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3) for rows in (q, qv)
@@ -69,7 +70,9 @@ def _attend(
     scores = (q @ k.mT + qv @ values.mT) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    own = torch.arange(q.shape[2], device=q.device).unsqueeze(1) + (k.shape[2] - q.shape[2])  # key of each row
+    own = torch.arange(q.shape[2], device=q.device).unsqueeze(1) + (
+        k.shape[2] - q.shape[2]
+    )  # the key at each row's own position
     key = torch.arange(k.shape[2], device=q.device)
     left, right = (-1, -1) if window is None else window
     right = 0 if causal else right
@@ -97,7 +100,7 @@ def decode_latents(
     block_table: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor] | None:
-    """(out [B, Sq, Hq, 512], lse [B, Hq, Sq]) by :func:`flashmoe.mla_decode`; None where q [B, Sq, Hq, 64], the caches or the options are not for it."""
+    """(out [B, Sq, Hq, 512], lse [B, Hq, Sq]) by :func:`flashmoe.mla_decode`; None if it does not support q, the caches or the options."""
     is_latent = q.dim() == 4 and (q.shape[-1], v_cache.shape[-1], v_cache.shape[2]) == (_ROTARY, _LATENT, 1)
     behind = k_cache.storage_offset() - v_cache.storage_offset()
     is_one = (

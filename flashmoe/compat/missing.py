@@ -1,4 +1,4 @@
-"""What an import of a part of flash_attn that flashmoe does not have is told."""
+"""The error for importing a part of flash_attn that flashmoe does not have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MARK = "__flashmoe__"
 
 
 class MissingParts:
-    """The last finder of ``sys.meta_path``: an import that nothing else served. Who only asks whether a module is there gets None."""
+    """The last finder of ``sys.meta_path``: explains an import that no other finder resolved. A mere lookup (find_spec) gets None."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -41,7 +41,7 @@ FINDER = MissingParts()
 
 
 def explain_missing(is_wanted: bool = True) -> None:
-    """Install the finder, or take it away."""
+    """Install the finder, or remove it."""
     if is_wanted and FINDER not in sys.meta_path:
         sys.meta_path.append(FINDER)
     if not is_wanted and FINDER in sys.meta_path:

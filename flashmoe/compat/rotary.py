@@ -1,4 +1,4 @@
-"""Rotary embedding, under the names and with the signatures of flash_attn.layers.rotary.
+"""Rotary embedding, with the names and signatures of flash_attn.layers.rotary.
 
 A pair (x1, x2) of a row at position p becomes (x1 cos[p] - x2 sin[p], x2 cos[p] + x1 sin[p]) (Su et al., RoFormer, section 3.4), computed in
 float32 and rounded once. Torch operations, differentiable in x.
@@ -31,11 +31,11 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Rotate the first R columns of x [B, S, H, D], or of ragged x [N, H, D] with cu_seqlens int32 [B + 1]; as x, and x itself with
-    ``inplace``.
+    """Rotate the first R columns of x [B, S, H, D], or of ragged x [N, H, D] with cu_seqlens int32 [B + 1]; returns a tensor like x, or x
+    itself with ``inplace``.
 
-    cos and sin [L, R / 2]: row i of sequence b has position seqlen_offsets (an int, or int [B]) + i, and none may reach L. Pairs are columns
-    2c and 2c + 1 where ``interleaved``, else c and c + R / 2. max_seqlen is not needed. Raises ShapeError for what does not fit.
+    cos and sin [L, R / 2]: row i of sequence b has position seqlen_offsets (an int, or int [B]) + i, which must be below L. Pairs are columns
+    2c and 2c + 1 if ``interleaved``, otherwise c and c + R / 2. max_seqlen is not used. Raises ShapeError for shapes that do not fit.
     """
     del max_seqlen
     if cu_seqlens is not None:
@@ -52,7 +52,7 @@ apply_rotary_emb_func = apply_rotary_emb  # its older name
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """:func:`apply_rotary_emb` of x [B, S, H, D] from position 0 on; cos and sin may also be [B, S, R / 2], of each row its own."""
+    """:func:`apply_rotary_emb` of x [B, S, H, D] from position 0 on; cos and sin may also be [B, S, R / 2], separate for each row."""
     if cos.dim() == 2:
         return apply_rotary_emb(x, cos, sin, interleaved)
     positions = torch.arange(cos.shape[0] * cos.shape[1], device=x.device).view(cos.shape[:2])
@@ -69,8 +69,8 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Rotate q and k of qkv [B, S, 3, H, D], or [B, S, Hq + 2 Hkv, D] with num_heads_q, in place; returns qkv. cos_k and sin_k: those of k, where
-    they differ. Else as :func:`apply_rotary_emb`."""
+    """Rotate q and k of qkv [B, S, 3, H, D], or [B, S, Hq + 2 Hkv, D] with num_heads_q, in place; returns qkv. cos_k and sin_k: tables for
+    k, if they differ. Otherwise as :func:`apply_rotary_emb`."""
     if qkv.dim() == 5:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
     elif num_heads_q is not None and qkv.dim() == 4 and (qkv.shape[2] - num_heads_q) % 2 == 0:
@@ -90,16 +90,16 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
-    """Rotate k of kv [B, S, 2, H, D] in place; returns kv. Else as :func:`apply_rotary_emb`."""
+    """Rotate k of kv [B, S, 2, H, D] in place; returns kv. Otherwise as :func:`apply_rotary_emb`."""
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 
 
 class RotaryEmbedding(torch.nn.Module):
-    """The angles p * base ** (-2 c / dim) of position p and pair c, applied in place.
+    """Rotates, in place, by the angles p * base ** (-2 c / dim) for position p and pair c.
 
-    scale_base: XPos (Sun et al., A Length-Extrapolatable Transformer): q's pairs are multiplied by z ** ((p - L // 2) / scale_base), k's divided by
-    it, z = (2 c + 0.4 dim) / (1.4 dim), L the length of the tables. The tables grow with the longest call.
+    scale_base: XPos (Sun et al., A Length-Extrapolatable Transformer): q's pairs are multiplied by z ** ((p - L // 2) / scale_base) and k's
+    divided by it, with z = (2 c + 0.4 dim) / (1.4 dim) and L the length of the tables. The tables grow with the longest call.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RotaryEmbedding(torch.nn.Module):
         self._seq_len_cached = 0
         self._cos_cached: Tensor | None = None
         self._sin_cached: Tensor | None = None
-        self._cos_k_cached: Tensor | None = None  # these two with scale_base alone
+        self._cos_k_cached: Tensor | None = None  # these two only with scale_base
         self._sin_k_cached: Tensor | None = None
 
     def _update_cos_sin_cache(
@@ -135,7 +135,9 @@ class RotaryEmbedding(torch.nn.Module):
         ):
             return
         self._seq_len_cached = seqlen
-        columns = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)  # .half() has rounded the buffers
+        columns = torch.arange(
+            0, self.dim, 2, device=device, dtype=torch.float32
+        )  # recomputed, because .half() rounds the buffers
         position = torch.arange(seqlen, device=device, dtype=torch.float32).unsqueeze(1)
         angle = position * self.base ** (-columns / self.dim)
         cos, sin = angle.cos(), angle.sin()
@@ -153,8 +155,8 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """qkv as :func:`apply_rotary_emb_qkv_`, or q [B, S, H, D] with kv [B, S, 2, H, D]. Where seqlen_offset is a tensor [B], max_seqlen is the
-        length that the tables need, unless they have it. Returns what it was given."""
+        """qkv as in :func:`apply_rotary_emb_qkv_`, or q [B, S, H, D] with kv [B, S, 2, H, D]. If seqlen_offset is a tensor [B], max_seqlen is
+        the table length that is needed, unless the tables are long enough. Returns its inputs."""
         if max_seqlen is None and isinstance(seqlen_offset, int):
             max_seqlen = qkv.shape[1] + seqlen_offset
         if max_seqlen is not None:
@@ -172,7 +174,7 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """x [..., H, D] whose rows are at ``positions`` [...]; a new tensor."""
+    """x [..., H, D] rotated at ``positions`` [...]; returns a new tensor."""
     width = 2 * cos.shape[-1]
     if cos.dim() != 2 or cos.shape != sin.shape or width > x.shape[-1]:
         msg = (
@@ -204,8 +206,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 def rotate_rows(
     x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, cu_seqlens: Tensor | None, *, step: bool
 ) -> Tensor:
-    """x [B, S, H, D], or ragged [N, H, D] with cu_seqlens [B + 1], of sequences whose first row is at position ``first`` [B]; where not
-    ``step``, all of a sequence's rows are, as there without a causal mask or window."""
+    """x [B, S, H, D], or ragged [N, H, D] with cu_seqlens [B + 1], rotated; a sequence's first row is at position ``first`` [B]. Without
+    ``step`` all its rows are at that position, as in flash_attn without a causal mask or window."""
     if cu_seqlens is None:
         index = torch.arange(x.shape[1], device=x.device)
         return rotate(x, cos, sin, first.unsqueeze(1) + index * int(step), interleaved)
@@ -214,7 +216,7 @@ def rotate_rows(
 
 
 def positions_of(rows: int, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of a ragged batch: its sequence, and its number there."""
+    """For each row of a ragged batch: its sequence, and its index in the sequence."""
     index = torch.arange(rows, device=cu_seqlens.device)
     sequence = torch.bucketize(index, cu_seqlens[1:], right=True, out_int32=True).clamp_(max=cu_seqlens.shape[0] - 2)
     return sequence, index - cu_seqlens[sequence]

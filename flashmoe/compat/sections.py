@@ -1,7 +1,8 @@
-"""Ragged batches cut into more sequences: rows that are not used (flash_attn 3's seqused_q), and chunks of keys (its attention_chunk).
+"""Splits ragged batches into more sequences: for unused rows (flash_attn 3's seqused_q), and for chunks of keys (its attention_chunk).
 
-A row sees the keys of the chunk that holds its own, the last key for the last row. The rows of a chunk are a sequence of their own with the chunk's
-keys: aligned bottom-right, so that causal masks and windows need no change. Rows without a key are sequences without keys, whose results are zeros.
+A row sees the keys of the chunk that contains its own key; the last row's own key is the last key. The rows of a chunk become a sequence
+with the chunk's keys, aligned bottom-right, so that causal masks and windows need no change. Rows without a key become sequences without
+keys, whose results are zeros.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from torch import Tensor
 
 
 def slices(starts: Tensor, used: Tensor | None = None) -> list[slice]:
-    """Of the sequences that starts int32 [B + 1] cuts, the used[b] first of each; reading them waits for the GPU."""
+    """The first used[b] rows of each sequence in starts int32 [B + 1]; reading them waits for the GPU."""
     begins, lengths = starts[:-1].tolist(), (torch.diff(starts) if used is None else used).tolist()
     return [slice(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)]
 
 
 class Sections(NamedTuple):
-    """Starts of rows and of keys, int32 [B * of_sequence + 1], and the keys of each, int32 [B * of_sequence]."""
+    """Starts of rows and of keys, int32 [B * of_sequence + 1], and the number of keys of each, int32 [B * of_sequence]."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     seqused_k: Tensor
     max_seqlen_k: int
-    of_sequence: int  # how many
+    of_sequence: int  # sections per original sequence
 
 
 def sections(
     starts_q: Tensor, used_q: Tensor | None, starts_k: Tensor, used_k: Tensor | None, max_seqlen_k: int, chunk: int
 ) -> Sections:
-    """starts_q and starts_k int32 [B + 1]; used_q and used_k int32 [B], None where all rows and keys are used. chunk: 0 for one of all keys."""
+    """starts_q and starts_k int32 [B + 1]; used_q and used_k int32 [B], None if all rows and keys are used. chunk: 0 for a single chunk of all keys."""
     rows, keys = torch.diff(starts_q), torch.diff(starts_k)
     rows = rows if used_q is None else used_q
     used = keys if used_k is None else used_k
@@ -39,7 +40,7 @@ def sections(
     begins = (
         torch.arange(max(1, -(-max_seqlen_k // length)), device=starts_q.device, dtype=torch.int32) * length
     )  # of chunks
-    # Rows before the first key, or none; those of each chunk; those that are not used.
+    # First the rows before the first key (if any), then those of each chunk, then the unused rows.
     of_chunk = torch.minimum((begins - (used - rows).unsqueeze(1)).clamp_(min=0), rows.unsqueeze(1)) if chunk else None
     first = torch.zeros((rows.shape[0], 1), dtype=torch.int32, device=starts_q.device)
     row = torch.cat((first, first if of_chunk is None else of_chunk, rows.unsqueeze(1)), 1) + starts_q[:-1, None]

@@ -1,9 +1,9 @@
 """Attention and experts over several GPUs, on torch.distributed (NCCL; gloo on the CPU).
 
-context_parallel_attention   sequences of one length divided among the ranks of a group; ..._varlen, a ragged batch
-ExpertParallel               the experts of a layer divided among the ranks of a group
+context_parallel_attention   one sequence length, split over the ranks of a group; ..._varlen, a ragged batch
+ExpertParallel               a layer's experts, split over the ranks of a group
 register_dtensor_rules       flashmoe's operators on DTensors
-AttentionParallel            how parallelize_module divides flashmoe.Attention; MoEParallel, flashmoe.MoE
+AttentionParallel            how parallelize_module shards flashmoe.Attention; MoEParallel, flashmoe.MoE
 """
 
 from __future__ import annotations

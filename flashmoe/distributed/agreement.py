@@ -1,6 +1,6 @@
-"""Ranks that call one function together must agree on its arguments: a difference is found before any data is sent.
+"""Ranks that call a function together must agree on its arguments: a difference is found before any data is sent.
 
-A rank that calls with something new announces it in the group's store and waits for the others' announcements. Repeated calls
+A rank that calls with new arguments announces them in the group's store and waits for the others' announcements. Repeated calls
 cost a comparison of Python values, no message and no synchronisation with the GPU.
 """
 
@@ -29,7 +29,7 @@ _announcements: defaultdict[tuple[str, str], int] = defaultdict(int)
 def ranks_of(group: ProcessGroup | None) -> tuple[ProcessGroup, int, int]:
     """(group, this rank in it, its size); None is the default group.
 
-    Raises DistributedError where torch.distributed is not initialised or this process is not in the group.
+    Raises DistributedError if torch.distributed is not initialised or this process is not in the group.
     """
     if not dist.is_available() or not dist.is_initialized():
         msg = "torch.distributed is not initialised; call torch.distributed.init_process_group first"
@@ -43,7 +43,7 @@ def ranks_of(group: ProcessGroup | None) -> tuple[ProcessGroup, int, int]:
 
 
 def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: timedelta) -> None:
-    """Raise DistributedError on every rank, with the rank and the value, where the ranks of a group differ in ``said``."""
+    """Raise DistributedError on every rank, naming the rank and the value, if the ranks of a group differ in ``said``."""
     used = watch.start(group)
     key = (group.group_name, call)
     stated = dict(said)
@@ -66,7 +66,7 @@ def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: time
         except DistributedError:
             raise
         except (RuntimeError, ValueError) as error:
-            _announcements[key] = number  # a late rank finds nothing of this call, and the next call agrees again
+            _announcements[key] = number  # a late rank finds no trace of this call, and the next call announces again
             with suppress(RuntimeError):
                 store.delete_key(f"{prefix}/{rank}")
             found = (
@@ -89,7 +89,7 @@ def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: time
 
 
 def _wait(store: Any, name: str, used: Used, end: float) -> None:
-    """Until ``name`` is in the store, or the monitor finds a rank that failed."""
+    """Wait until ``name`` is in the store, or until the monitor finds a rank that failed."""
     while True:
         begun = time.monotonic()
         slice_ = max(0.001, min(SLICE, end - begun))
@@ -98,7 +98,7 @@ def _wait(store: Any, name: str, used: Used, end: float) -> None:
         except (RuntimeError, ValueError):
             used.refuse()
             now = time.monotonic()
-            if now >= end or now - begun < slice_ / 2:  # it failed so early that it was no timeout
+            if now >= end or now - begun < slice_ / 2:  # it failed too early for a timeout
                 raise
         else:
             return
@@ -110,7 +110,7 @@ def _shown(stated: Mapping[str, Any]) -> str:
 
 @contextmanager
 def explained(call: str, group: ProcessGroup) -> Iterator[None]:
-    """An exchange: what torch.distributed raises when it fails, as a DistributedError that names the rank and the cause."""
+    """Wraps an exchange: if torch.distributed raises, raises a DistributedError that names the rank and the cause."""
     used = watch.used_by(group)
     used.begin(call)
     try:

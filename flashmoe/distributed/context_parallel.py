@@ -1,11 +1,11 @@
-"""Attention over a sequence that is divided among ranks: keys and values travel, queries stay.
+"""Attention over a sequence that is split over ranks: keys and values are sent around, queries stay.
 
-Causal work is balanced by giving each rank two pieces: of 2 W equal ones, rank r of W has piece r and piece 2 W - 1 - r. In every
-step of the ring each rank then multiplies equally much: its own pieces in the first step; later, against keys of a lower rank,
-all queries with the first half of the keys, and against keys of a higher rank, the second half of the queries with all keys.
-Partial results are merged by their log-sum-exp, in float32 and in the order of the ring, which is fixed: two runs give the same bits.
+For a causal mask the work is balanced by giving each of the W ranks two of 2 W equal chunks: rank r has chunks r and 2 W - 1 - r. Every
+rank then does the same work in each step of the ring: its own chunks in the first step; later, against keys of a lower rank, all
+queries with the first half of the keys, and against keys of a higher rank, the second half of the queries with all keys.
+Partial results are merged by their log-sum-exp, in float32 and in the fixed order of the ring: two runs give the same bits.
 
-Memory: the ring keeps its own keys and values and two buffers of the same size; the gathered form keeps all of them for a moment.
+Memory: the ring needs its own keys and values and two buffers of the same size; "all_gather" holds all keys and values during a call.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ def context_parallel_attention(
     return_lse: bool = False,
     timeout: timedelta = TIMEOUT,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """flashmoe.attention of a sequence that the ranks of ``group`` hold in equal parts; every rank gets its part of the result.
+    """flashmoe.attention over a sequence that the ranks of ``group`` hold in equal shards; every rank gets its shard of the result.
 
     Args:
-        q: [B, Hq, S / W, D], this rank's part of S queries, as :func:`shard_sequence` gives it; W ranks.
-        k, v: [B, Hkv, S / W, D], the same part of the keys and values.
+        q: [B, Hq, S / W, D], this rank's shard of S queries, as :func:`shard_sequence` returns it; W ranks.
+        k, v: [B, Hkv, S / W, D], the same shard of the keys and values.
         group: of torch.distributed; None for the default group.
-        causal: query i sees keys j <= i of the whole sequence. S / W must be even then.
+        causal: query i sees keys j <= i of the whole sequence. S / W must then be even.
         scale: 1 / sqrt(D) by default.
-        method: "ring": keys and values go from rank to rank while the last ones are used, W - 1 messages of a part each.
-            "all_gather": every rank collects them all first; fewer, larger messages, memory for S keys and values.
-        return_lse: also the log-sum-exp [B, Hq, S / W], float32; no gradient comes back through it.
-        timeout: how long to wait for ranks that do not call.
+        method: "ring": keys and values are passed from rank to rank while the previous ones are used, W - 1 messages of one shard each.
+            "all_gather": every rank first gathers all of them; fewer, larger messages, memory for S keys and values.
+        return_lse: also return the log-sum-exp [B, Hq, S / W], float32; it has no gradient.
+        timeout: how long to wait for ranks that do not make the call.
 
     Returns:
-        out [B, Hq, S / W, D] in q's dtype. Gradients of q, k and v, once.
+        out [B, Hq, S / W, D] in q's dtype. Differentiable once, in q, k and v.
 
     Raises:
         DistributedError: torch.distributed is not initialised; the ranks disagree about a shape, dtype or option; a rank does not
-            come; the message names it. ShapeError, DtypeError, DeviceError, ArgumentError: as flashmoe.attention.
+            join the call; the message names it. ShapeError, DtypeError, DeviceError, ArgumentError: as in flashmoe.attention.
     """
     found, rank, size = ranks_of(group)
     if method not in METHODS:
@@ -95,7 +95,7 @@ def context_parallel_attention(
 
 
 def shard_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 2) -> Tensor:
-    """This rank's part of a whole sequence: pieces rank and 2 W - 1 - rank of 2 W along ``dim``, whose length 2 W divides."""
+    """This rank's shard of a full sequence: chunks rank and 2 W - 1 - rank of 2 W along ``dim``, whose length must be a multiple of 2 W."""
     _, rank, size = ranks_of(group)
     if tensor.shape[dim] % (2 * size):
         msg = f"dimension {dim} has {tensor.shape[dim]} elements; a multiple of {2 * size} is needed for {size} ranks: pad it"
@@ -105,14 +105,14 @@ def shard_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
 
 
 def unshard_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 2) -> Tensor:
-    """The whole sequence on every rank, from the parts of :func:`shard_sequence`; without gradients."""
+    """The full sequence on every rank, from the shards of :func:`shard_sequence`; without gradients."""
     found, rank, size = ranks_of(group)
     parts = _all_gather(tensor.detach().contiguous(), found, rank, size)
     return torch.cat(_in_order(parts, size, dim), dim)
 
 
 def _in_order(parts: list[Tensor], size: int, dim: int) -> list[Tensor]:
-    """The 2 W pieces of W parts, first to last."""
+    """The 2 W chunks of W shards, first to last."""
     halves = [part.chunk(2, dim) for part in parts]
     return [halves[rank][0] for rank in range(size)] + [halves[rank][1] for rank in reversed(range(size))]
 
@@ -132,7 +132,7 @@ def _backward(
 
 
 class _Step:
-    """Which queries and keys meet in one step, when this rank has the keys of ``source``."""
+    """The queries and keys that one step combines, when this rank has the keys of ``source``."""
 
     def __init__(self, rank: int, source: int, rows: int, causal: bool) -> None:
         half = rows // 2
@@ -142,7 +142,7 @@ class _Step:
 
 
 class Exchange:
-    """Sends tensors to the next rank of the ring while as many are received from the one before."""
+    """Sends tensors to the next rank of the ring and receives as many from the previous rank at the same time."""
 
     def __init__(self, group: ProcessGroup, rank: int, size: int, call: str = CALL) -> None:
         ranks = dist.get_process_group_ranks(group)
@@ -150,10 +150,10 @@ class Exchange:
         self.to, self.come_from = ranks[(rank + 1) % size], ranks[(rank - 1) % size]
         self.pending: list[Any] = []
         self.received: list[Tensor] = []
-        self.sent: list[Tensor] = []  # alive until they have gone
+        self.sent: list[Tensor] = []  # references that keep the buffers alive until they are sent
 
     def start(self, *tensors: Tensor, rows: int | None = None) -> None:
-        """``rows``: of what is received, where that is not as long as what is sent."""
+        """``rows``: the number of rows to receive, if it differs from the number sent."""
         self.sent = [tensor.contiguous() for tensor in tensors]
         self.received = [
             torch.empty_like(tensor) if rows is None else tensor.new_empty((rows, *tensor.shape[1:]))
@@ -172,12 +172,12 @@ class Exchange:
 
 
 def sums_dtype(size: int, dtype: torch.dtype) -> torch.dtype:
-    """Where parts of W ranks are added up: two of them are rounded once in their own dtype too."""
+    """The dtype in which results of W ranks are summed: for two ranks their own dtype, because their sum is rounded only once in it too."""
     return dtype if size <= 2 else torch.float32
 
 
 class _Ring(torch.autograd.Function):
-    """Keys and values go round once forward, and once backward with the sums of their gradients."""
+    """Keys and values go around the ring once in the forward pass, and once in the backward pass with the sums of their gradients."""
 
     @staticmethod
     def forward(
@@ -207,7 +207,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        """A rank's own keys come first and last, half of the heads each: behind them keys come and gradients leave."""
+        """A rank uses its own keys first and last, half of the heads each, while the next keys arrive and the last gradients leave."""
         q, k, v, out, lse = ctx.saved_tensors
         group, rank, size, scale, causal = ctx.ring
         keys, sums = Exchange(group, rank, size), Exchange(group, rank, size)
@@ -231,12 +231,12 @@ class _Ring(torch.autograd.Function):
             if number == 1:
                 dq = _among_zeros(part_q.to(sums_dtype(size, q.dtype)), step.queries, q.shape[2])
                 travelling = [_among_zeros(part, step.keys, k.shape[2]) for part in parts]
-            else:  # what ranks before this one found for these keys
+            else:  # the sums that earlier ranks found for these keys
                 dq[:, :, step.queries] += part_q
                 travelling = [tensor.float() for tensor in sums.finish()]
                 for tensor, part in zip(travelling, parts, strict=True):
                     tensor[:, :, step.keys] += part
-            sums.start(*travelling)  # in the end they are at home
+            sums.start(*travelling)  # after the last step they are back at their owner
         own += [_own_heads(half, queries, k, v, scale, causal) for half in halves[1:]]
         dk, dv = sums.finish()
         for half, found in zip(halves, own, strict=True):
@@ -246,7 +246,7 @@ class _Ring(torch.autograd.Function):
 
 
 def halves_of_heads(k: Tensor, q: Tensor) -> list[tuple[slice, slice]]:
-    """(query heads, key heads): the first half of the key heads and the second, or all where there is but one."""
+    """(query heads, key heads): the first half of the key heads and the second, or all of them if there is only one."""
     heads, group = k.shape[1], q.shape[1] // max(1, k.shape[1])
     ends = [0, heads // 2, heads] if heads > 1 else [0, heads]
     return [(slice(a * group, b * group), slice(a, b)) for a, b in pairwise(ends)]
@@ -255,7 +255,7 @@ def halves_of_heads(k: Tensor, q: Tensor) -> list[tuple[slice, slice]]:
 def _own_heads(
     half: tuple[slice, slice], queries: tuple[Tensor, ...], k: Tensor, v: Tensor, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's queries and keys, for some heads."""
+    """Gradients of this rank's queries and keys, for some of the heads."""
     grad, q, out, lse = (tensor[:, half[0]] for tensor in queries)
     return _backward(grad, q, k[:, half[1]], v[:, half[1]], out, lse, scale, causal)
 
@@ -268,7 +268,7 @@ def _among_zeros(part: Tensor, rows: slice, length: int) -> Tensor:
 
 
 class _Gathered(torch.autograd.Function):
-    """All keys and values on every rank; their gradients are added up in float32 and go back to their owners."""
+    """All keys and values on every rank; their gradients are summed in float32 and reduce-scattered to their owners."""
 
     @staticmethod
     def forward(
@@ -313,7 +313,9 @@ class _Gathered(torch.autograd.Function):
 
 
 def _all_gather(tensor: Tensor, group: ProcessGroup, rank: int, size: int) -> list[Tensor]:
-    gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))  # gloo wants them joined, not stacked
+    gathered = tensor.new_empty(
+        (size * tensor.shape[0], *tensor.shape[1:])
+    )  # gloo needs them concatenated, not stacked
     with explained(CALL, group):
         dist.all_gather_into_tensor(gathered, tensor, group=group)
     return list(gathered.unflatten(0, (size, -1)).unbind(0))
@@ -325,7 +327,7 @@ def _gather(pair: Tensor, group: ProcessGroup, rank: int, size: int) -> Tensor:
 
 
 def _views(rank: int, size: int, rows: int, causal: bool) -> list[tuple[slice, int]]:
-    """The rows of this rank and how many of the first keys they see; the causal mask ends in the corner of each."""
+    """This rank's slices of rows, and the number of leading keys that each sees; each slice's causal mask is bottom-right aligned."""
     if not causal:
         return [(slice(0, rows), rows * size)]
     half = rows // 2

@@ -1,7 +1,7 @@
-"""The ways in which each operator can be divided over one dimension of a device mesh, as data.
+"""The ways in which each operator can be sharded over one dimension of a device mesh, as data.
 
-Attention: by batch or by heads, whole groups of query heads each. The experts' layer: by tokens; by experts or by their intermediate
-size, where the ranks' results are partial sums. Products of groups: by columns, or by what they sum over. All: replicated.
+Attention: by batch, or by heads in complete GQA groups. The experts' layer: by tokens, by experts, or by intermediate size; with the
+last two the ranks' results are partial sums. Grouped products: by columns, or by the dimension they sum over. All: replicated.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Shapes = list[Sequence[int] | None]
 
 @dataclass(frozen=True)
 class Division:
-    """Over one mesh dimension: the placements of the inputs that are not replicated, and of all outputs.
+    """A sharding over one mesh dimension: the placements of the inputs that are not replicated, and of all outputs.
 
-    An output without placement (None) stays what it is on each rank: something that only its own backward pass reads.
+    An output without a placement (None) stays a local tensor on each rank: only its own backward pass reads it.
     """
 
     name: str
     inputs: Mapping[str, Any]
     outputs: tuple[Any, ...]
-    divided: Callable[[Given], int] | None = None  # a size that the ranks must divide
+    divided: Callable[[Given], int] | None = None  # a size that must be a multiple of the number of ranks
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Where this rank stands in the mesh, and the division over each of its dimensions."""
+    """This rank's coordinates in the mesh, and the division over each mesh dimension."""
 
     mesh: DeviceMesh
     chosen: tuple[Division, ...]
 
     def share(self, name: str) -> tuple[int, int]:
-        """(which, of how many) shares of a division this rank has."""
+        """(index, number of shares): this rank's share of the mesh dimensions that use the division ``name``."""
         which, of = 0, 1
         for dim, division in enumerate(self.chosen):
             if division.name == name:
@@ -54,19 +54,19 @@ def _as_given(local: dict[str, Any], given: Given, chosen: Chosen) -> dict[str, 
 
 @dataclass(frozen=True)
 class Rule:
-    """An operator for DTensors. ``main`` are the tensors whose sharding decides, with the names of their axes for
-    each number of dimensions."""
+    """An operator's rule for DTensors. ``main``: the tensors whose sharding decides, each with the names of its axes, one tuple
+    per supported number of dimensions."""
 
     call: str
     main: Mapping[str, tuple[tuple[str, ...], ...]]
     divisions: Callable[[Given], list[Division]]
     outputs: int
-    shapes: Callable[[Given, Given], Shapes]  # of the whole results
+    shapes: Callable[[Given, Given], Shapes]  # of the full results
     advice: str
     prepare: Callable[[dict[str, Any], Given, Chosen], dict[str, Any]] = _as_given
     added_up: frozenset[int] = (
         frozenset()
-    )  # results whose partial sums are added up here, where their users would do it several times
+    )  # indices of results that are reduced here, because their users would otherwise reduce them several times
 
     @property
     def replicated(self) -> Division:
@@ -104,7 +104,7 @@ def _dense_shapes(given: Given, _: Given) -> Shapes:
 
 
 def _shapes_of_gradients(*names: str) -> Callable[[Given, Given], Shapes]:
-    """Those of the inputs; None for what is no tensor, or what the operator's needs bits say that nobody wants."""
+    """The shapes of the inputs; None for non-tensors, and for gradients whose bit in ``needs`` is 0."""
 
     def shapes(given: Given, _: Given) -> Shapes:
         needs = given.get("needs", -1)
@@ -121,7 +121,7 @@ def _first(shapes: Callable[[Given, Given], Shapes]) -> Callable[[Given, Given],
 
 
 def _varlen_inputs(given: Given) -> dict[str, dict[str, Any]]:
-    """By division: the placements of the inputs of ragged, paged and banded attention that are not replicated."""
+    """For each division: the placements of the inputs of ragged, paged and windowed attention that are not replicated."""
     has_pages = given.get("block_table") is not None
     is_ragged = given["cu_seqlens_q"] is not None
     heads = {"q": Shard(1), **_same(("k", "v"), Shard(2 if has_pages else 1)), "sinks": Shard(0), "mask": Shard(1)}
@@ -192,7 +192,7 @@ def _layer_divisions(outputs: Callable[[str, Given], tuple[Any, ...]]) -> Callab
             Division("tokens", _same(_ROUTED, Shard(0)), outputs("tokens", given)),
             Division("experts", _same(weights, Shard(0)), outputs("experts", given), lambda g: int(g["w13"].shape[0])),
         ]
-        if given["layout"] == "interleaved":  # else gate and up would fall to different ranks
+        if given["layout"] == "interleaved":  # otherwise gate and up would be on different ranks
             placed = {"w13": Shard(both), "w2": Shard(inner), "b13": Shard(1)}
             size = Division("intermediate", placed, outputs("intermediate", given), lambda g: int(g["w2"].shape[inner]))
             found.append(size)
@@ -206,7 +206,7 @@ def _layer_outputs(kept: int) -> Callable[[str, Given], tuple[Any, ...]]:
 
 
 def _layer_gradients(name: str, given: Given) -> tuple[Any, ...]:
-    """Of dx, dw13, dw2, dtopk_weights, db13, db2."""
+    """The placements of dx, dw13, dw2, dtopk_weights, db13, db2."""
     both, inner = axes_of_weights(given["transposed"])
     if name == "tokens":
         return Shard(0), Partial(), Partial(), Shard(0), Partial(), Partial()
@@ -216,7 +216,7 @@ def _layer_gradients(name: str, given: Given) -> tuple[Any, ...]:
 
 
 def _prepare_layer(local: dict[str, Any], given: Given, chosen: Chosen) -> dict[str, Any]:
-    """A rank with some experts knows them by their own numbers; what is no product counts on one rank of a sum."""
+    """Numbers a rank's experts from 0; keeps terms that are not matrix products (shared, b2) on one rank of a sum only."""
     which, of = chosen.share("experts")
     if of > 1 and "topk_ids" in local:
         first = which * local["w13"].shape[0]
@@ -254,7 +254,7 @@ def _route_shapes(given: Given, _: Given) -> Shapes:
     return [(tokens, given["k"]), (tokens, given["k"]), (experts,)]
 
 
-# Products of groups of rows: a [M, K], b [E, K, N]; or a [N, M], b [M, K], whose groups are of M.
+# Products of groups of rows: a [M, K], b [E, K, N]; or a [N, M], b [M, K], grouped along M.
 _ROWS_ADVICE = "groups of rows have no common length, so neither rows nor experts are divided"
 
 
@@ -330,7 +330,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _gradient_shapes,
             _EXPERTS,
             _prepare_layer,
-            frozenset({3}),  # of topk_weights: small
+            frozenset({3}),  # the gradient of topk_weights: small
         ),
         "topk_route": Rule(
             "topk_route",

@@ -1,8 +1,8 @@
-"""flashmoe's operators on tensors of torch.distributed.tensor.
+"""flashmoe's operators on DTensors (torch.distributed.tensor).
 
-``divisions`` has the ways to divide each operator over a mesh dimension. Here one is chosen for each mesh dimension by how the
-operator's main tensors are sharded, the others are redistributed to match, every rank computes its share, and the results become
-DTensors. A tensor that is sharded in another way is refused with an error: nothing large is gathered silently.
+``divisions`` lists the ways to shard each operator over a mesh dimension. For each mesh dimension one is chosen by how the
+operator's main tensors are sharded, the other inputs are redistributed to match, every rank computes its share, and the results
+become DTensors. Any other sharding is rejected with an error: nothing large is gathered silently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _registered = False
 
 
 def register_dtensor_rules() -> None:
-    """Let flashmoe's operators take DTensors; a second call changes nothing."""
+    """Register flashmoe's operators for DTensors; a second call changes nothing."""
     global _registered
     if _registered:
         return
@@ -59,7 +59,7 @@ def _handler(operator: Any, rule: Rule) -> Callable[..., Any]:
             if name in written and list(tensor.placements) != wanted:
                 msg = f"{name} has placements {tensor.placements} and is written in place, which needs {tuple(wanted)}; redistribute it"
                 raise ShapeError(msg)
-            bare: Any = tensor.detach()  # what requires a gradient cannot be moved here
+            bare: Any = tensor.detach()  # a tensor that requires a gradient cannot be redistributed here
             local[name] = bare.redistribute(mesh, wanted).to_local()
         local = rule.prepare(local, given, Chosen(mesh, tuple(chosen)))
         found = operator(*(local[name] for name in names if name in local))
@@ -135,19 +135,19 @@ def _axis(rule: Rule, name: str, tensor: DTensor, placement: Any) -> str:
 
 
 def _wrapped(result: Tensor | None, mesh: DeviceMesh, placements: list[Any], shape: Sequence[int] | None) -> Any:
-    """A rank's result as a shard of the whole; unchanged without a placement or shape."""
+    """A rank's result as a shard of the full tensor; unchanged without a placement or shape."""
     if result is None or shape is None or None in placements:
         return result
     strides, step = [0] * len(shape), 1
     for dim in sorted(
         range(len(shape)), key=lambda d: (result.stride(d), -d)
-    ):  # dense, in the order of the shard's dimensions
+    ):  # dense strides, in the order of the shard's dimensions
         strides[dim], step = step, step * max(1, shape[dim])
     return DTensor.from_local(result, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(strides))
 
 
 def _replicated(x: Any, mesh: DeviceMesh) -> Any:
-    """``x`` on every rank: a plain tensor is taken to be there already."""
+    """``x`` replicated on every rank; a plain tensor is assumed to be there already."""
     if not isinstance(x, Tensor):
         return x
     whole = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -155,15 +155,16 @@ def _replicated(x: Any, mesh: DeviceMesh) -> Any:
 
 
 class AttentionParallel(ParallelStyle):
-    """How ``parallelize_module`` divides a :class:`flashmoe.Attention`: every rank has all rows and a share of the heads.
+    """How ``parallelize_module`` shards a :class:`flashmoe.Attention`: every rank has all rows and a share of the heads.
 
-    One exchange forward, the sum of the ranks' results, and one backward, that of x's gradient (and one of context's).
+    One collective in the forward pass, which sums the ranks' results, and one in the backward pass, for the gradient of x (and one for
+    that of context).
 
     Args:
-        output: placement of the result; Replicate() adds the ranks' sums up for all, Shard(1) for a share of the rows.
-        use_local_output: give a plain tensor and not a DTensor.
+        output: placement of the result; Replicate() gives every rank the full sum, Shard(1) a share of the rows.
+        use_local_output: return a plain tensor instead of a DTensor.
 
-    Applied to a layer whose kv_heads the number of ranks does not divide, it raises ShapeError.
+    Raises ShapeError when applied to a layer whose kv_heads is not a multiple of the number of ranks.
     """
 
     def __init__(self, *, output: Any = None, use_local_output: bool = True) -> None:
@@ -184,7 +185,7 @@ class AttentionParallel(ParallelStyle):
         parallelize_module(module, device_mesh, plan)
 
         def replicate(_: nn.Module, inputs: Any, named: Any) -> Any:
-            # Here and not in each projection, whose gradients of x would be added up apart.
+            # Here, not in each projection, where the gradients of x would be reduced separately.
             return (
                 tuple(_replicated(one, device_mesh) for one in inputs),
                 {name: _replicated(one, device_mesh) for name, one in named.items()},
@@ -195,12 +196,12 @@ class AttentionParallel(ParallelStyle):
 
 
 class MoEParallel(ParallelStyle):
-    """How ``parallelize_module`` divides a :class:`flashmoe.MoE`: every rank has all tokens and a share of the experts' weights.
+    """How ``parallelize_module`` shards a :class:`flashmoe.MoE`: every rank has all tokens and a share of the experts' weights.
 
     Args:
         divide: "experts", or "intermediate" for a share of every expert, which needs the layer's layout "interleaved".
-        output: placement of the result; Replicate() adds the ranks' sums up for all, Shard(0) for a share of the first dimension.
-        use_local_output: give a plain tensor and not a DTensor.
+        output: placement of the result; Replicate() gives every rank the full sum, Shard(0) a share of the first dimension.
+        use_local_output: return a plain tensor instead of a DTensor.
     """
 
     def __init__(

@@ -1,17 +1,17 @@
-"""The experts of a layer divided among ranks: rank r of W has experts r E / W to (r + 1) E / W - 1.
+"""A layer's experts split over ranks: rank r of W has experts r E / W to (r + 1) E / W - 1.
 
 A token is sent once to each other rank that has any of its experts, with its ids and weights; that rank computes their weighted sum.
-The sums come back and are added, in float32 and in the order of the ranks, to the token's own rank's. Two runs give the same bits.
+The sums are sent back and added to the sum of the token's own rank, in float32 and in rank order. Two runs give the same bits.
 
-    counts    one integer for each pair of ranks, which the host then reads: the sizes of the messages
-    rows      [rows, H], each preceded by its ids and weights; meanwhile the shared expert and the tokens' own rank compute
-    results   [rows, H] back
+    counts    one integer per pair of ranks, which the host then reads: the sizes of the messages
+    rows      [rows, H], each preceded by its ids and weights; meanwhile the shared expert and the experts of the tokens' own rank run
+    results   [rows, H], sent back
 
-With ``padded=True`` every rank gets all rows: no size depends on the routing, the host waits for nothing and the call can be captured
+With ``padded=True`` every rank gets all rows: no size depends on the routing, the host never waits and the call can be captured
 in a CUDA graph, at the cost of W - 1 times the bytes of x in each direction.
 
-With ``dispatch_dtype=torch.float8_e4m3fn`` rows travel to the experts as e4m3 codes, with a float32 scale for each 128 columns. The
-receiver makes x's dtype of them; everything else, the way back included, is as without.
+With ``dispatch_dtype=torch.float8_e4m3fn`` rows are sent to the experts as e4m3 codes, with a float32 scale per 128 columns. The
+receiver converts them back to x's dtype; everything else, results included, is unchanged.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class ExpertParallel:
     """Dispatch to, computation on, and combination from the ranks that share a layer's experts.
 
     Args:
-        group: of torch.distributed; None for the default group. Every rank of it calls together.
+        group: of torch.distributed; None for the default group. All its ranks must call together.
         padded: messages of fixed sizes, no synchronisation with the host.
         dispatch_dtype: None sends rows to other ranks' experts in x's dtype. torch.float8_e4m3fn sends e4m3 codes with a float32
-            scale for each 128 columns of a row (its largest magnitude / 448), 0.52 of the bytes of 16 bits. H must be a multiple
-            of 128. The cost: an element of a row is off by up to 1/16 of itself (2.7% by root mean square), and what other ranks'
-            experts give by 3 to 4%, since gate and up are both off. A token's own rank reads it as it is. Results and gradients
-            come back in x's dtype; dx is that of the rounded rows.
-        timeout: how long to wait for ranks that do not call.
+            scale per 128 columns of a row (its largest magnitude / 448), 0.52 of the bytes of 16 bits. H must be a multiple
+            of 128. The cost: an element of a row has an error of up to 1/16 of its value (2.7% root mean square), and the results of
+            other ranks' experts are off by 3 to 4%, because gate and up both have the error. The token's own rank reads it unrounded.
+            Results and gradients are sent in x's dtype; dx is the gradient of the rounded rows.
+        timeout: how long to wait for ranks that do not make the call.
 
     Raises:
         ArgumentTypeError: padded is neither True nor False. DtypeError: another dispatch_dtype.
@@ -85,22 +85,22 @@ class ExpertParallel:
         shared: Callable[[Tensor], Tensor] | Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """flashmoe.fused_moe of this rank's tokens and all ranks' experts.
+        """flashmoe.fused_moe of this rank's tokens with all ranks' experts.
 
         Args:
             x: [T, H], this rank's tokens; T may differ from rank to rank, unless padded.
-            w13, w2: this rank's experts, [E / W, 2I, H] and [E / W, H, I] (or as ``options`` say), the same on every rank in shape.
+            w13, w2: this rank's experts, [E / W, 2I, H] and [E / W, H, I] (or as ``options`` say), with the same shape on every rank.
             topk_weights, topk_ids: [T, k]; ids count all E experts. Ids outside [0, E) contribute nothing.
-            shared: [T, H], or a function of x that gives it and that runs while the rows travel; added to the result.
+            shared: [T, H], or a function of x that returns it and that runs while rows are being sent; added to the result.
             options: activation, layout, transposed, b13 and b2 of fused_moe.
 
         Returns:
-            [T, H] in x's dtype. Gradients, once, of x, w13, w2, topk_weights, biases and shared.
+            [T, H] in x's dtype. Differentiable once, in x, w13, w2, topk_weights, biases and shared.
 
         Raises:
-            DistributedError: the ranks disagree about shapes or options, or one does not answer; the message names it. What
-            fused_moe raises; ArgumentError for expert_map, weights_on_input and out, which are the layer's own here; ShapeError
-            with dispatch_dtype where H is no multiple of 128.
+            DistributedError: the ranks disagree about shapes or options, or one does not respond; the message names it. The errors of
+            fused_moe; ArgumentError for expert_map, weights_on_input and out, which this class sets or does not support; ShapeError
+            with dispatch_dtype if H is not a multiple of 128.
         """
         _check(x, topk_weights, topk_ids, options)
         if self.dispatch_dtype is not None and x.shape[1] % BLOCK:
@@ -121,7 +121,7 @@ class ExpertParallel:
             return flashmoe.fused_moe(rows, w13, w2, weights, ids, shared=added, **options)
 
         experts = w13.shape[0]
-        # An id beyond int32 is no expert's; it must not become one by its lower half.
+        # An id beyond int32 is not an expert; it must not become one by truncation.
         ids = topk_ids if topk_ids.dtype is torch.int32 else topk_ids.clamp(-1, experts * self.size).int()
         if self.size == 1:
             return layer(x, topk_weights, ids, shared(x) if callable(shared) else shared)
@@ -143,10 +143,10 @@ class ExpertParallel:
         *,
         is_joint: bool,
     ) -> Tensor:
-        """Rows to the ranks that have an expert of theirs; own tokens are computed while the others travel.
+        """Sends rows to the ranks that have an expert for them; own tokens are computed while the others are being sent.
 
-        ``is_joint``: one call of the layer for both, so that its weights have one gradient: two would be rounded, and added up at
-        three times the weights' bytes.
+        ``is_joint``: one call of the layer for own and received tokens, so that its weights have one gradient: two would each be rounded, and
+        adding them would read and write three times the weights' bytes.
         """
         exchange = _Exchange(self.group, self.rank, self.size, self.dispatch_dtype is not None)
         with torch.no_grad():
@@ -170,7 +170,7 @@ class ExpertParallel:
         return result
 
     def _to_all(self, layer: Layer, x: Tensor, weights: Tensor, ids: Tensor, experts: int, shared: Shared) -> Tensor:
-        """All rows to all ranks; each adds up what its own experts compute for them."""
+        """Sends all rows to all ranks; each sums what its own experts compute for them."""
         exchange = _Exchange(self.group, self.rank, self.size, self.dispatch_dtype is not None)
         rows, all_weights, all_ids = _Gather.apply(x, weights, ids, exchange)  # type: ignore[no-untyped-call]
         added = shared(x) if callable(shared) else shared
@@ -197,13 +197,13 @@ def _check(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, options: dict[str,
 class _Exchange:
     """Messages between the ranks in one call: how many rows go where, and what has been sent but not waited for.
 
-    token   [N], which token each outgoing row is of: by destination, then by token
-    rows    [T, W], which outgoing row a token has for each rank; -1: none
+    token   [N], the token of each outgoing row: sorted by destination, then by token
+    rows    [T, W], the index of a token's outgoing row for each rank; -1: none
     """
 
     def __init__(self, group: ProcessGroup, rank: int, size: int, has_codes: bool) -> None:
         self.group, self.rank, self.size, self.has_codes = group, rank, size, has_codes
-        self.undecoded: Callable[[], None] | None = None  # makes rows of the codes that have arrived
+        self.undecoded: Callable[[], None] | None = None  # decodes the received codes into rows
         self.works: list[Any] = []
         self.outgoing: list[int] | None = None  # None: equal shares
         self.incoming: list[int] | None = None
@@ -212,7 +212,7 @@ class _Exchange:
         self.ready: torch.cuda.Event | None = None
 
     def plan(self, x: Tensor, weights: Tensor, ids: Tensor, experts: int) -> None:
-        """Find the ranks that have experts [T, k] of tokens, and tell each how many rows it gets. The host waits for nothing yet."""
+        """Find the ranks that have experts [T, k] of tokens, and send each rank its number of rows. The host does not wait yet."""
         ranks, marks = _ranks(self.rank, self.size, ids.device)
         needed = (torch.div(ids, experts, rounding_mode="floor").unsqueeze(1) == ranks).any(dim=2)  # [T, W]
         wanted = torch.where(needed, marks, -1)
@@ -234,9 +234,9 @@ class _Exchange:
             self.ready.record()
 
     def send_rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Send the rows: (x, weights, ids) of what comes from other ranks, there after :meth:`wait`.
+        """Send the rows: (x, weights, ids) received from other ranks, valid after :meth:`wait`.
 
-        The host waits for the sizes of the messages. A stream of its own gathers the rows, so that they need not wait for what
+        The host waits for the sizes of the messages. A separate stream gathers the rows, so that they need not wait for what
         this rank computes meanwhile.
         """
         if self.ready is None:
@@ -250,7 +250,7 @@ class _Exchange:
             tensor.record_stream(side)
         for tensor in (received, self.token):
             tensor.record_stream(stream)
-        self.packed = self.slots = self.counts  # their memory is free from here on
+        self.packed = self.slots = self.counts  # releases their memory
         return self._unpack(received)
 
     def _unpack(self, received: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,8 +262,8 @@ class _Exchange:
         return rows, weights, ids
 
     def gather_rows(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Every rank's (x, weights, ids); there after :meth:`wait`."""
-        # Two tensors, sent at once: x goes as it is, and the layer reads whole rows.
+        """Every rank's (x, weights, ids); valid after :meth:`wait`."""
+        # Two tensors, sent together: x is sent uncopied, and the layer reads contiguous rows.
         columns = [ids, weights.float().view(torch.int32)]
         codes = scales = x
         if self.has_codes:
@@ -277,7 +277,7 @@ class _Exchange:
 
             def decode_others() -> None:
                 decode(all_codes, all_scales, rows)
-                rows.view(self.size, *x.shape)[self.rank] = x  # its own are not rounded
+                rows.view(self.size, *x.shape)[self.rank] = x  # this rank's own rows are not rounded
 
             self.undecoded = decode_others
         return rows, words[:, top_k : 2 * top_k].view(torch.float32), words[:, :top_k]
@@ -289,7 +289,7 @@ class _Exchange:
         return self.all_to_all(self.packed.index_select(0, self.token))
 
     def all_to_all(self, tensor: Tensor, *, is_back: bool = False, room: int = 0) -> Tensor:
-        """What the other ranks send of [rows, ...], in the order of the ranks, behind ``room`` rows; there after :meth:`wait`."""
+        """What the other ranks send of [rows, ...], in rank order, after ``room`` empty rows; valid after :meth:`wait`."""
         outgoing, incoming = (self.incoming, self.outgoing) if is_back else (self.outgoing, self.incoming)
         rows = tensor.shape[0] if incoming is None else sum(incoming)
         received = tensor.new_empty((rows + room, *tensor.shape[1:]))
@@ -301,13 +301,13 @@ class _Exchange:
         return received
 
     def all_gather(self, *tensors: Tensor) -> list[Tensor]:
-        """[W rows, ...] of every rank's [rows, ...], for each tensor; there after :meth:`wait`."""
+        """[W rows, ...] of every rank's [rows, ...], for each tensor; valid after :meth:`wait`."""
         own = [tensor.contiguous() for tensor in tensors]
         gathered = [tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:])) for tensor in own]
         with explained(CALL, self.group):
             if own[0].is_cuda:
                 self.works.append(self.group.allgather_into_tensor_coalesced(gathered, own))
-            else:  # gloo coalesces tensors of one dtype alone
+            else:  # gloo only coalesces tensors of one dtype
                 for whole, part in zip(gathered, own, strict=True):
                     self.works.append(dist.all_gather_into_tensor(whole, part, group=self.group, async_op=True))
         return gathered
@@ -323,7 +323,7 @@ class _Exchange:
             self.undecoded = None
 
     def return_rows(self, tensor: Tensor) -> Tensor:
-        """Send rows [R, ...] back to the ranks they came from: [W - 1, T, ...] for own tokens, zeros where a token sent none."""
+        """Send rows [R, ...] back to the ranks they came from; returns [W - 1, T, ...] for own tokens, zeros if a token sent none."""
         returned = self.all_to_all(tensor, is_back=True, room=1)
         returned[0].zero_()
         others = self.rows[:, 1 - self.rank].unsqueeze(0) if self.size == 2 else self._rows_of_others()
@@ -342,7 +342,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @lru_cache(maxsize=64)
 def _ranks(rank: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(all ranks [W, 1], all ranks [W] with -1 for this one)."""
+    """(all ranks [W, 1], all ranks [W] with -1 in place of this rank)."""
     ranks = torch.arange(size, dtype=torch.int32, device=device)
     return ranks.unsqueeze(1), torch.where(ranks == rank, -1, ranks)
 
@@ -358,7 +358,7 @@ def _add_up(partials: Tensor, more: Tensor | None = None) -> Tensor:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Rows of tokens, their weights and ids to the ranks of their experts; backward their gradients come back."""
+    """Sends tokens' rows, weights and ids to the ranks of their experts; the backward pass returns their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor, Tensor]:
@@ -379,7 +379,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """out[t] = own[t] + the other ranks' sums for it, rank after rank in float32."""
+    """out[t] = own[t] + the other ranks' sums for it, in rank order in float32."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, partial: Tensor, exchange: _Exchange) -> Tensor:
@@ -396,7 +396,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank's rows, weights and ids; backward the sum of what the ranks found for each."""
+    """Gathers every rank's rows, weights and ids; the backward pass sums the ranks' gradients of each."""
 
     @staticmethod
     def forward(
@@ -421,7 +421,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Return(torch.autograd.Function):
-    """out[t] = shared[t] + the ranks' sums for it; backward every rank gets every gradient."""
+    """out[t] = shared[t] + the ranks' sums for it; in the backward pass every rank gets every gradient."""
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, shared: Tensor | None, exchange: _Exchange) -> Tensor:

@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store: that they run, how many exchanges they have begun, which rank failed."""
+"""What ranks share through the store: that they are alive, how many exchanges they have begun, which rank failed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Used:
         self.group, self.name, self.rank = weakref.ref(group), group.group_name, dist.get_rank()
         self.ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
         self.call, self.begun = "", 0
-        self.asks = ""  # what this rank calls, until all others have called it too
+        self.asks = ""  # the call that this rank waits to agree on, until all others have made it too
         self.failed = ""  # why nothing can be exchanged any more
-        self.is_told = threading.Event()  # the caller has got the error
+        self.is_told = threading.Event()  # set once the caller has received the error
         device = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
         backend: Any = None
         with contextlib.suppress(RuntimeError):
@@ -40,13 +40,13 @@ class Used:
         self.timeout: timedelta | None = getattr(options, "_timeout", None)
         self.is_nccl = type(backend).__name__ == "ProcessGroupNCCL"
         self.device = torch.cuda.current_device() if self.is_nccl else 0
-        self.stream: int | None = None  # that waits for the last exchange
+        self.stream: int | None = None  # the stream that waits for the last exchange
         self.probe: torch.cuda.Event | None = None
-        self.probed = 0  # how many exchanges had begun then
+        self.probed = 0  # the number of exchanges that had begun when the probe was recorded
         self.is_captured = False
 
     def begin(self, call: str) -> None:
-        """This rank begins an exchange; all ranks of a group begin the same ones in the same order."""
+        """Count an exchange that this rank begins; all ranks of a group begin the same exchanges in the same order."""
         self.refuse()
         self.call = call
         self.begun += 1
@@ -56,15 +56,15 @@ class Used:
                 self.is_captured = True
 
     def refuse(self) -> None:
-        """Raise what the monitor has found, if anything; once: a pending interrupt is taken back."""
+        """Raise the error that the monitor has found, if any, and cancel the pending interrupt, so that it is raised once."""
         if self.failed:
             self.is_told.set()
             interrupt("", None)
             raise DistributedError(self.failed)
 
     def is_busy(self) -> bool:
-        """Whether the GPU has not finished what was queued when this was first asked, or, if it has, what was queued since. Only for
-        ranks that are probably lost: asking the GPU could end another thread's capture of a graph."""
+        """Whether the GPU has not finished what was queued at the first query or, once it has, what was queued since. Only call this
+        when a rank is probably lost: querying the GPU could end another thread's capture of a graph."""
         if self.stream is None:
             return False
         if self.probe is None or (self.probed != self.begun and self.probe.query()):
@@ -82,7 +82,7 @@ class Used:
 
 
 def interrupt(message: str, tell: Callable[[], None] | None) -> None:
-    """Raise DistributedError in the main thread when it next runs Python, and call ``tell`` there. None: take it back."""
+    """Raise DistributedError in the main thread when it next runs Python, and call ``tell`` there. None: cancel the pending interrupt."""
 
     def begin(error: DistributedError) -> None:
         DistributedError.__init__(error, message)
@@ -104,7 +104,7 @@ def note_of(name: str) -> str:
 
 
 def look(store: Any, ranks: list[int]) -> Beats:
-    """The last heartbeats of those of ``ranks`` that have written any."""
+    """The last heartbeats of those ``ranks`` that have written any."""
     keys = [key_of(rank) for rank in ranks]
     if not keys or store.check(keys):
         return {rank: json.loads(said) for rank, said in zip(ranks, store.multi_get(keys) if keys else [], strict=True)}
@@ -112,8 +112,8 @@ def look(store: Any, ranks: list[int]) -> Beats:
 
 
 def blamed(beats: Beats, used: Used, still: list[int], behind: list[int]) -> str:
-    """In words: the ranks without heartbeats, or else those that run but are behind. Of the former, those that are also behind come
-    first: others may have stopped because of them."""
+    """A message that names the ranks without heartbeats or, if there are none, the ranks that run but are behind. Of the ranks without
+    heartbeats, only those that are also behind are named if there are any: the others may have stopped because of them."""
     name, rank = used.name, used.rank
     first = [one for one in still if beats[one]["begun"].get(name, 0) < used.begun]
     said = [f"rank {one} has ended or is stopped: it gives no sign of life" for one in first or still]

@@ -1,9 +1,10 @@
-"""Over NCCL an exchange that not all ranks join never returns, and torch's watchdog ends the process after the group's timeout, from C++.
+"""Detects ranks that are lost or stuck, over NCCL. There an exchange that not all ranks join never returns, and torch's watchdog ends
+the process, from C++, after the group's timeout.
 
-So the heartbeat's thread checks the other ranks' heartbeats. When a rank of a group is gone, stuck or calls something else, it says so
-on stderr, aborts the group's communicators, which ends the kernels that wait, and raises DistributedError in the main thread as soon
-as that runs Python again, all before the watchdog's time. If the main thread does not come back, the process ends, as the watchdog
-would end it. Nothing of this runs on the calling thread, and the GPU is not asked for anything while all ranks have heartbeats.
+So the heartbeat thread checks the other ranks' heartbeats. When a rank of a group is gone, stuck or calls something else, the thread
+reports it on stderr, aborts the group's communicators, which ends the waiting kernels, and raises DistributedError in the main thread as
+soon as that runs Python again, all before the watchdog acts. If the main thread does not return, the process ends, as the watchdog
+would end it. None of this runs on the calling thread, and the GPU is not queried while all ranks have heartbeats.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch.distributed as dist
 from flashmoe.distributed.heartbeat import INTERVAL, Beats, Used, blamed, interrupt, look, note_of, store_lost
 
 SILENCE = 30.0  # seconds without a heartbeat after which a rank counts as dead; C code may hold the interpreter's lock that long
-GONE = 10.0  # seconds without progress on the GPU, where a rank has left torch.distributed
-SETTLED = 3  # checks in a row that must find the same of ranks that run
-RANKS_PER_SECOND = 64  # whose heartbeats each rank reads: the store is one process
+GONE = 10.0  # seconds without progress on the GPU, if a rank has left torch.distributed
+SETTLED = 3  # consecutive checks that must agree before a running rank is blamed
+RANKS_PER_SECOND = 64  # limits how many heartbeats each rank reads per second: the store is one process
 
 
 class Monitor:
@@ -32,16 +33,16 @@ class Monitor:
 
     def __init__(self, store: Any) -> None:
         self.store = store
-        self.heard: dict[int, tuple[int, float]] = {}  # by rank: its count, and when that last changed
+        self.heard: dict[int, tuple[int, float]] = {}  # by rank: its heartbeat count, and when that last changed
         self.times: dict[
             str, deque[tuple[float, int]]
-        ] = {}  # by group: when this rank was seen to have begun how many exchanges
-        self.stuck: dict[str, float] = {}  # by group: since when what this rank has queued makes no progress
+        ] = {}  # by group: times, and how many exchanges this rank had begun then
+        self.stuck: dict[str, float] = {}  # by group: since when this rank's queued work makes no progress
         self.suspected: dict[str, tuple[str, int]] = {}  # by group: what was found, and how often in a row
         self.next_look = 0.0
 
     def look(self, groups: Mapping[str, Used]) -> None:
-        """Once a second: find the rank that this one waits for in vain."""
+        """Once a second: find a rank that this one waits for in vain."""
         now = time.monotonic()
         watched = self._watched(groups, now)
         if not watched or now < self.next_look:
@@ -54,20 +55,20 @@ class Monitor:
                 self.heard[rank] = beat["beats"], now
         for used in watched:
             note = note_of(used.name)
-            if self.store.check([note]):  # another rank has given the group up
+            if self.store.check([note]):  # another rank has given up the group
                 self._fail(used, self.store.get(note).decode(), is_waiting=used.is_captured or used.is_busy())
             elif found := self._find(used, beats, now):
                 self._fail(used, found)
 
     def look_alone(self, groups: Mapping[str, Used], error: BaseException) -> None:
-        """Without the store: a rank that waits does so in vain."""
+        """For when the store is lost: fails a group whose exchange makes no progress."""
         now = time.monotonic()
         for used in self._watched(groups, now):
             if self._stuck_for(used, now) > min(SILENCE, _limit(used)):
                 self._fail(used, store_lost(error))
 
     def _stuck_for(self, used: Used, now: float) -> float:
-        """Seconds since the caller's stream was first seen to make no progress; 0 where it does."""
+        """Seconds since the caller's stream was first seen to make no progress; 0 while it makes progress."""
         if used.is_busy():
             return now - self.stuck.setdefault(used.name, now)
         self.stuck.pop(used.name, None)
@@ -116,7 +117,7 @@ class Monitor:
             f"{used.call} on rank {used.rank}: {found} (the NCCL communicator of group {used.name} is aborted: end this process, "
             "or make a new group)"
         )
-        if is_waiting:  # before anything that is waited for ends: what it would give is worth nothing
+        if is_waiting:  # before the waiting kernels are aborted, because their results are invalid
             interrupt(message, used.is_told.set)
         used.failed = message
         print(f"flashmoe: DistributedError: {message}", file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
-"""Attention over ragged batches whose sequences are divided among ranks: each sequence zig-zag, whatever its length.
+"""Attention over ragged batches whose sequences are split over ranks: each sequence in zig-zag order, whatever its length.
 
-Of the 2 W pieces of a sequence of L rows, piece i has the rows i L / 2W to (i + 1) L / 2W, rounded down; rank r has the pieces r and
-2 W - 1 - r of every sequence, one behind the other. So each rank has the same share of every sequence's causal work, to a row, and
-the share of one sequence does not depend on the others. Keys and values travel in a ring; parts are merged by their log-sum-exp.
+Of the 2 W chunks of a sequence of L rows, chunk i has the rows i L / 2W to (i + 1) L / 2W, rounded down; rank r has the chunks r and
+2 W - 1 - r of every sequence, one after the other. So each rank has the same share of every sequence's causal work, to within a row, and
+the split of one sequence does not depend on the others. Keys and values go around a ring; partials are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ def context_parallel_attention_varlen(
     return_lse: bool = False,
     timeout: timedelta = TIMEOUT,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """flashmoe.attention_varlen of sequences that the ranks of ``group`` hold in parts; every rank gets its part of the result.
+    """flashmoe.attention_varlen of sequences that the ranks of ``group`` hold in shards; every rank gets its shard of the result.
 
     Args:
-        q: [N, Hq, D], this rank's part of the rows of all sequences, as :func:`shard_ragged` gives it.
-        k, v: [N, Hkv, D] and [N, Hkv, Dv], the same part of the keys and values.
-        cu_seqlens: [B + 1], where the whole sequences begin and end, the same on every rank: numbers of the host, since the sizes of
-            messages follow from them. A tensor on a GPU is read, for which the host waits.
+        q: [N, Hq, D], this rank's shard of the rows of all sequences, as :func:`shard_ragged` returns it.
+        k, v: [N, Hkv, D] and [N, Hkv, Dv], the same shard of the keys and values.
+        cu_seqlens: [B + 1], where the full sequences begin and end, the same on every rank. The host needs the numbers, because the sizes
+            of messages follow from them; if they are in a tensor on a GPU, the host waits for it.
         group: of torch.distributed; None for the default group.
         causal: query i of a sequence sees its keys j <= i.
         scale: 1 / sqrt(D) by default.
-        return_lse: also the log-sum-exp [Hq, N], float32; no gradient comes back through it.
-        timeout: how long to wait for ranks that do not call.
+        return_lse: also return the log-sum-exp [Hq, N], float32; it has no gradient.
+        timeout: how long to wait for ranks that do not make the call.
 
     Returns:
-        out [N, Hq, Dv] in q's dtype. Gradients of q, k and v, once.
+        out [N, Hq, Dv] in q's dtype. Differentiable once, in q, k and v.
 
     Raises:
-        DistributedError: the ranks disagree, or one does not answer; the message names it. What attention_varlen raises; ShapeError
-            for tensors that are no such part.
+        DistributedError: the ranks disagree, or one does not respond; the message names it. The errors of attention_varlen; ShapeError
+            for tensors that are not such a shard.
     """
     found, rank, size = ranks_of(group)
     ends = _ends(cu_seqlens)
@@ -86,13 +86,13 @@ def context_parallel_attention_varlen(
 
 
 def shard_ragged(tensor: Tensor, cu_seqlens: Lengths, group: ProcessGroup | None = None) -> Tensor:
-    """This rank's part [N, ...] of the rows of all sequences: pieces rank and 2 W - 1 - rank of each one's 2 W."""
+    """This rank's shard [N, ...] of the rows of all sequences: chunks rank and 2 W - 1 - rank of each sequence's 2 W."""
     _, rank, size = ranks_of(group)
     return tensor[_rows_of(_ends(cu_seqlens), rank, size).to(tensor.device)]
 
 
 def unshard_ragged(tensor: Tensor, cu_seqlens: Lengths, group: ProcessGroup | None = None) -> Tensor:
-    """The rows of all sequences on every rank, from the parts of :func:`shard_ragged`; without gradients."""
+    """The rows of all sequences on every rank, from the shards of :func:`shard_ragged`; without gradients."""
     found, rank, size = ranks_of(group)
     ends = _ends(cu_seqlens)
     plan = _plan(ends, rank, size)
@@ -118,7 +118,7 @@ def _ends(cu_seqlens: Lengths) -> tuple[int, ...]:
 
 
 def _pieces(begin: int, end: int, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The rows of both pieces of a sequence that a rank has."""
+    """The row ranges of a rank's two chunks of a sequence."""
     length, count = end - begin, 2 * size
 
     def at(piece: int) -> int:
@@ -137,7 +137,7 @@ def _rows_of(ends: tuple[int, ...], rank: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Lengths of both pieces of every sequence, for all ranks."""
+    """Lengths of both chunks of every sequence, for all ranks."""
 
     rank: int
     size: int
@@ -159,7 +159,7 @@ def _plan(ends: tuple[int, ...], rank: int, size: int) -> _Plan:
 
 @dataclass(frozen=True)
 class _Step:
-    """What attention_varlen needs to know of the queries of one rank and the keys of another."""
+    """The arguments of attention_varlen for the queries of one rank and the keys of another."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -188,8 +188,8 @@ class _Step:
 
 @lru_cache(maxsize=256)
 def _step(plan: _Plan, source: int, causal: bool, device: torch.device) -> _Step:
-    """Own keys: causal within both pieces as one. Causal, of a lower rank: its first pieces, for all queries. Of a higher rank: all
-    its keys, for second pieces alone; each sequence counts as two there, the first without keys."""
+    """Own keys: causal, with both chunks as one sequence. Causal, keys of a lower rank: only its first chunks, for all queries. Keys of a
+    higher rank: all of them, but only for second chunks; each sequence is passed as two there, the first without keys."""
     mine, theirs = plan.lengths[plan.rank], plan.lengths[source]
 
     def cumulative(lengths: Sequence[int]) -> Tensor:
@@ -207,7 +207,7 @@ def _step(plan: _Plan, source: int, causal: bool, device: torch.device) -> _Step
 
 
 class _Ring(torch.autograd.Function):
-    """As the dense ring, with a rank's rows of all sequences in one tensor."""
+    """Like the dense ring, with a rank's rows of all sequences in one tensor."""
 
     @staticmethod
     def forward(
@@ -236,7 +236,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-        """A rank's own keys come first and last, half of the heads each: behind them keys come and gradients leave."""
+        """A rank uses its own keys first and last, half of the heads each, while the next keys arrive and the last gradients leave."""
         q, k, v, out, lse = ctx.saved_tensors
         group, plan, scale, causal = ctx.ring
         rank, size = plan.rank, plan.size
@@ -263,12 +263,12 @@ class _Ring(torch.autograd.Function):
             part_q, *parts = step.backward(grad, q, pair[0], pair[1], out, lse, scale)
             if number == 1:
                 dq = part_q.to(sums_dtype(size, q.dtype))
-            else:  # what ranks before this one found for these keys
+            else:  # the sums that earlier ranks found for these keys
                 dq += part_q
                 parts = [tensor.float().add_(part) for tensor, part in zip(sums.finish(), parts, strict=True)]
             sums.start(*parts, rows=plan.rows[(source - 1) % size])
         found += [own_heads(half) for half in halves[1:]]
-        dk, dv = sums.finish()  # what the others found for this rank's keys
+        dk, dv = sums.finish()  # what the other ranks found for this rank's keys
         for half, parts_of in zip(halves, found, strict=True):
             for total, heads, part in zip((dq, dk, dv), (half[0], half[1], half[1]), parts_of, strict=True):
                 total[:, heads] += part

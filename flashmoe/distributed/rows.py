@@ -1,4 +1,4 @@
-"""Rows of tokens as messages: with their ids and weights in one tensor, as they are or as e4m3 codes with a scale for each 128 columns."""
+"""Rows of tokens as messages: with their ids and weights in one tensor, in x's dtype or as e4m3 codes with a scale per 128 columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashmoe.moe.scaled import BLOCK, E4M3
 from flashmoe.moe.scaled import quantize as quantize_blocks
 
 __all__ = ["E4M3", "decode", "pack", "quantize", "unpack", "unpack_codes"]
-ALIGNMENT = 16  # bytes: of every part of a row
+ALIGNMENT = 16  # bytes, of each of the two blocks of a row
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,13 +19,13 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Fill out [T, H] with the values of codes [T, H] uint8 and scales [T, H / 128]; codes' rows may be strided."""
-    values = codes.view(E4M3).to(out.dtype)  # exactly: the target has more bits
+    """Fill out [T, H] with the values of uint8 codes [T, H] and scales [T, H / 128]; codes' rows may be strided."""
+    values = codes.view(E4M3).to(out.dtype)  # exact, because the target has more bits
     torch.mul(values.unflatten(1, (-1, BLOCK)), scales.unsqueeze(-1), out=out.unflatten(1, (-1, BLOCK)))
 
 
 def pack(x: Tensor, weights: Tensor, ids: Tensor, *, has_codes: bool) -> Tensor:
-    """[T, C] in x's dtype, or uint8 with codes: the bits of ids and float32 weights, then x; codes follow upon their scales."""
+    """[T, C] in x's dtype, or uint8 with codes: the bits of ids and float32 weights (with codes also the scales), then x or the codes."""
     columns = [ids, weights.float().view(torch.int32)]
     if has_codes:
         x, scales = quantize(x)
@@ -51,7 +51,7 @@ def unpack_codes(packed: Tensor, hidden: int, top_k: int) -> tuple[Tensor, Tenso
 
 
 def _parts(packed: Tensor, hidden: int, words: int) -> tuple[Tensor, Tensor]:
-    """The first ``words`` of four bytes, and the ``hidden`` elements at the next multiple of 16 bytes."""
+    """The first ``words`` words of four bytes, and the ``hidden`` elements at the next multiple of 16 bytes."""
     size = packed.element_size()
     first = -(-4 * words // ALIGNMENT) * ALIGNMENT // size
     return packed[:, : 4 * words // size].view(torch.int32), packed[:, first : first + hidden]

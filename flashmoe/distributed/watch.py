@@ -1,13 +1,13 @@
-"""Which rank is gone or behind: found by heartbeats that every rank writes to the store.
+"""Finds which rank is gone or behind, from heartbeats that every rank writes to the store.
 
 From its first call on, a rank writes once a second a count of its heartbeats, how many exchanges it has begun in each group, and what
-it calls that the others have not called yet. Where an exchange fails (gloo), a rank checks the others' heartbeats twice: a rank whose
-count stands still has ended or is stopped; one that runs but has begun fewer exchanges is stuck elsewhere. Over NCCL an exchange does
-not fail by itself: there the heartbeat's thread checks the others' too (monitor.py). The rank that finds the culprit first leaves a
-note in the store, so that ranks that fail later, perhaps because of the first one's end, name the same rank.
+it calls that the others have not called yet. When an exchange fails (gloo), a rank checks the others' heartbeats twice: a rank whose
+count does not change has ended or is stopped; one that runs but has begun fewer exchanges is stuck elsewhere. Over NCCL an exchange does
+not fail by itself, so there the heartbeat thread also checks the others' heartbeats (monitor.py). The rank that finds the culprit first
+leaves a note in the store, so that ranks that fail later, perhaps because the first one ended, name the same rank.
 
-torch's own means do not say who failed: gloo's error names an address and is raised only next to the fault, monitored_barrier finds
-the connections closed after it, and NCCL's watchdog ends the process.
+torch's own means do not say who failed: gloo's error names an address and is raised only on the neighbours of the fault,
+monitored_barrier finds the connections closed after it, and NCCL's watchdog ends the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from flashmoe.distributed.heartbeat import INTERVAL, Used, blamed, key_of, look, note_of, store_lost
 from flashmoe.distributed.monitor import Monitor
 
-PATIENCE = 2.5  # seconds between two looks: more than two intervals
+PATIENCE = 2.5  # seconds between two checks: more than two intervals
 _used: dict[str, Used] = {}
 _heart: _Heart | None = None
 
@@ -36,7 +36,7 @@ class _Heart(threading.Thread):
     def __init__(self, store: Any) -> None:
         super().__init__(name="flashmoe-heartbeat", daemon=True)
         self.watched = store
-        # Its own connection: a rank that waits in the store must not be taken for dead.
+        # A separate connection, so that a rank that waits in the store is not taken for dead.
         self.store = store.clone() if hasattr(store, "clone") else store
         self.rank, self.ended, self.beats = dist.get_rank(), threading.Event(), 0
 
@@ -60,7 +60,7 @@ class _Heart(threading.Thread):
 
 
 def start(group: ProcessGroup) -> Used:
-    """Start the heartbeat, once for each initialisation of torch.distributed. Returns what is known of ``group``."""
+    """Start the heartbeat, once per initialisation of torch.distributed. Returns the state of ``group``."""
     global _heart
     store = dist.distributed_c10d._get_default_store()
     if _heart is None or _heart.watched is not store or not _heart.is_alive():
@@ -75,7 +75,7 @@ def start(group: ProcessGroup) -> Used:
 
 
 def used_by(group: ProcessGroup) -> Used:
-    """What is known of a group; cheap."""
+    """The state of a group; cheap."""
     found = _used.get(group.group_name)
     return found if found is not None and found.group() is group else start(group)
 
@@ -90,9 +90,9 @@ atexit.register(stop)
 
 
 def find_absent(group: ProcessGroup, *, is_final: bool = True) -> str:
-    """Which ranks made an exchange of ``group`` fail, in words; "" where all ranks are there. Takes seconds.
+    """The ranks that made an exchange of ``group`` fail, as a message; "" if all ranks are there. Takes seconds.
 
-    ``is_final``: the group cannot be used any more, and other ranks will ask the same.
+    ``is_final``: the group cannot be used any more, and other ranks will call this too.
     """
     try:
         return _find_absent(start(group), is_final)

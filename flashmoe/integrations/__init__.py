@@ -1,1 +1,1 @@
-"""Ways in from code that people already have: torch's own attention functions, transformers."""
+"""Entry points from other libraries: torch's own attention functions, transformers, vLLM, SGLang."""

@@ -1,8 +1,8 @@
-"""flashmoe in SGLang, by its plug-ins: ``--attention-backend flashmoe``. Experimental: docs/integrations.md says what ran.
+"""flashmoe as an SGLang plug-in: ``--attention-backend flashmoe``. Experimental: docs/integrations.md says what was run.
 
-SGLang calls :func:`register` in each of its processes, by the entry point group ``sglang.srt.plugins``. Covered: decoder attention with
-prefixes, windows, softcap, sinks and fp8 caches, eager and in CUDA graphs of decoding. What is not covered is refused by name; SGLang has no
-way to choose for one layer.
+SGLang calls :func:`register` in each of its processes, through the entry point group ``sglang.srt.plugins``. Supported: decoder attention
+with prefixes, windows, softcap, sinks and fp8 caches, eager and in CUDA graphs of decoding. Anything else is rejected by name, for the
+whole model, because SGLang cannot choose a backend per layer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INSTEAD = "use another --attention-backend"
 def register() -> None:
     """Make flashmoe known to SGLang as an attention backend; a second call changes nothing.
 
-    Raises ArgumentError where SGLang cannot be imported. Touches no GPU.
+    Raises ArgumentError if SGLang cannot be imported. Does not use the GPU.
     """
     try:
         from sglang.srt import server_args
@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def create_backend(runner: Any) -> Any:
-    """What SGLang calls once for a model; raises ArgumentError for a model that it cannot compute."""
+    """Called by SGLang once per model; raises ArgumentError for an unsupported model."""
     if reason := obstacle(runner):
         msg = f"SGLang's attention backend {NAME!r}: {reason}; {INSTEAD}"
         raise ArgumentError(msg)
@@ -44,7 +44,7 @@ def create_backend(runner: Any) -> Any:
 
 
 def obstacle(runner: Any) -> str | None:
-    """Why no model of this kind runs; None where one may."""
+    """Why models of this kind are not supported; None if they may be."""
     if runner.use_mla_backend:
         return "latent attention (MLA) is not covered"
     if runner.model_config.is_encoder_decoder:
@@ -56,7 +56,7 @@ def obstacle(runner: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Of one forward pass. lengths int32 [sequences], table int32 [sequences, pages]."""
+    """The metadata of one forward pass. lengths int32 [sequences], table int32 [sequences, pages]."""
 
     starts: Any  # int32 [sequences + 1]; None: each sequence has one query
     lengths: Any
@@ -66,7 +66,7 @@ class Batch:
 
 
 def pages_of(req_to_token: Any, requests: Any, longest: int, page_size: int) -> Any:
-    """The pages of each request, int32 [requests, pages]: SGLang gives the slot of each token, whole pages one after another."""
+    """The pages of each request, int32 [requests, pages]: SGLang stores a slot per token, in full consecutive pages."""
     return req_to_token[:, :longest:page_size][requests] // page_size
 
 
@@ -85,7 +85,7 @@ def _backend_class() -> Any:  # its base class is SGLang's
             self.req_to_token = runner.req_to_token_pool.req_to_token
             self.token_to_kv_pool = runner.token_to_kv_pool
             self.page_size = runner.page_size
-            self.one = torch.ones((), device=self.req_to_token.device)  # a cache of 8 bits without scales
+            self.one = torch.ones((), device=self.req_to_token.device)  # the scale for an 8-bit cache without scales
             self.captured: tuple[Any, Any] | None = None  # lengths and table that graphs read
 
         def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -110,7 +110,7 @@ def _backend_class() -> Any:  # its base class is SGLang's
             self.forward_metadata = Batch(starts, lengths.int(), table, longest_q, longest)
 
         def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-            """Decoding, before a graph is captured or replayed: its lengths and pages, where the graph reads them."""
+            """For decoding, before a graph is captured or replayed: copies lengths and pages to the tensors that the graph reads."""
             _check_captured(forward_batch)
             assert self.captured is not None
             size, capacity = forward_batch.batch_size, self.req_to_token.shape[1]
@@ -185,7 +185,7 @@ def _scale(scale: Any, one: Any) -> Any:
 
 
 def _left(window: int | None) -> int:
-    """Keys before a query's own: SGLang has taken 1 off already, and a negative number is no window."""
+    """The number of keys before a query's own: SGLang has already subtracted 1, and a negative number means no window."""
     return -1 if window is None else max(window, -1)
 
 

@@ -1,14 +1,14 @@
 """flashmoe behind torch's own attention functions.
 
-While active, attention that torch hands to its flash backend is computed here: ``F.scaled_dot_product_attention`` (eager and
-compiled), jagged nested tensors in it, ``torch.nn.attention.varlen.varlen_attn`` and torch's context parallel end in the operators
+While active, it computes the attention that torch dispatches to its flash backend: ``F.scaled_dot_product_attention`` (eager and
+compiled), also with jagged nested tensors, ``torch.nn.attention.varlen.varlen_attn`` and torch's context parallel all end in the operators
 of :data:`~flashmoe.integrations.torch_kernels.KERNELS`, whose implementations are replaced in torch's dispatcher. Torch's own
-kernels, kept from before, serve what flashmoe has not: ALiBi, a debug mask, float64. With FLASHMOE_FALLBACK=warn or error,
-``scaled_dot_product_attention`` itself is watched as well, for calls that torch hands to another backend; those of jagged tensors
-are watched always (:mod:`~flashmoe.integrations.torch_jagged`).
+kernels are kept and run what flashmoe lacks: ALiBi, a debug mask, float64. With FLASHMOE_FALLBACK=warn or error,
+``scaled_dot_product_attention`` itself is watched as well, for calls that torch dispatches to another backend; calls with jagged tensors
+are always watched (:mod:`~flashmoe.integrations.torch_jagged`).
 
-On Hopper torch asks cuDNN before its flash backend. While active cuDNN's attention is therefore switched off, as
-``torch.backends.cuda.enable_cudnn_sdp(False)`` does; ``deactivate`` puts the switch back.
+On Hopper torch prefers cuDNN to its flash backend. cuDNN's attention is therefore switched off while active, as with
+``torch.backends.cuda.enable_cudnn_sdp(False)``; ``deactivate`` restores the switch.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SDPA = "scaled_dot_product_attention"
 
 @dataclass
 class _Active:
-    """What a deactivation undoes."""
+    """The state that a deactivation restores."""
 
     library: torch.library.Library
     cudnn_was_enabled: bool
 
     def remove(self) -> None:
-        """The name that torch's registry calls (torch 2.12 and later)."""
+        """The method that torch's registry calls (torch 2.12 and later)."""
         self.library._destroy()
         torch_jagged.unwatch()
         torch.backends.cuda.enable_cudnn_sdp(self.cudnn_was_enabled)
@@ -53,21 +53,21 @@ _torch_kernels: dict[str, Any] = {}
 
 
 def activate() -> None:
-    """Let torch's attention functions run on flashmoe from now on, wherever torch would choose its flash backend.
+    """Run torch's attention functions on flashmoe from now on, wherever torch would choose its flash backend.
 
     Forward and backward, eager and compiled; compile after activating, because a compiled graph keeps the backend that torch
-    chose when it was traced. What flashmoe lacks runs on torch's kernel as before, and FLASHMOE_FALLBACK says what then
-    happens (``allow``, ``warn`` or ``error``; set it before: calls of dense tensors that torch hands to other backends are looked
-    for only if it asks for them here). A second call changes nothing.
+    chose when it was traced. Calls that flashmoe does not support run on torch's kernel as before, and FLASHMOE_FALLBACK says what
+    happens then (``allow``, ``warn`` or ``error``; set it before activating: dense calls that torch dispatches to other backends are
+    only watched if it is ``warn`` or ``error`` at this point). A second call changes nothing.
 
-    ``torch.nn.attention.list_flash_attention_impls`` knows the implementation as "flashmoe".
+    ``torch.nn.attention.list_flash_attention_impls`` lists the implementation as "flashmoe".
     """
     if _active is None:
         torch.nn.attention.activate_flash_attention_impl(NAME)
 
 
 def deactivate() -> None:
-    """Undo :func:`activate`; torch's own kernels and its choice of backends are as before. Without effect if not active."""
+    """Undo :func:`activate`; torch's own kernels and its choice of backends are restored. No effect if not active."""
     global _active
     if _active is None:
         return
@@ -89,7 +89,7 @@ def is_active() -> bool:
 
 @contextlib.contextmanager
 def activated() -> Iterator[None]:
-    """:func:`activate` for the duration of a block; what was active before it stays so."""
+    """:func:`activate` for the duration of a block; if already active before, it stays active."""
     was_active = is_active()
     activate()
     try:
@@ -100,19 +100,19 @@ def activated() -> Iterator[None]:
 
 
 def _install() -> _Active:
-    """Called by torch's registry. Keeps torch's kernels, then puts ours before them."""
+    """Called by torch's registry. Saves torch's kernels, then overrides them with flashmoe's."""
     global _active
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="Warning only once for all operators"
-        )  # that one is overridden is the aim
+        )  # overriding an operator is the purpose
         for name, (keys, function) in KERNELS.items():
             for key in keys:
                 if f"{name}/{key}" not in _torch_kernels:
                     _torch_kernels[f"{name}/{key}"] = _torch_kernel(name, key)
                 library.impl(name, _with_fallback(name, key, function), key, with_keyset=True, allow_override=True)
-        if fallback.fallback_policy() != "allow":  # else no call pays for it
+        if fallback.fallback_policy() != "allow":  # otherwise no call pays for it
             kernel = _torch_kernels.setdefault(SDPA, _torch_kernel(SDPA, "CPU"))
             library.impl(SDPA, _watched(kernel), "CompositeImplicitAutograd", with_keyset=True, allow_override=True)
     torch_jagged.watch()
@@ -122,7 +122,7 @@ def _install() -> _Active:
 
 
 def _torch_kernel(name: str, key: str) -> Any:
-    """torch's own kernel, or None: it has none for ragged attention on the CPU."""
+    """torch's own kernel, or None: torch has none for ragged attention on the CPU."""
     try:
         return torch.library.get_kernel(f"aten::{name}", key)
     except RuntimeError:
@@ -130,7 +130,7 @@ def _torch_kernel(name: str, key: str) -> Any:
 
 
 class _Falling(threading.local):
-    """Whether this thread is inside one of torch's kernels, which call others of the replaced operators."""
+    """Whether this thread is inside one of torch's kernels, which call other replaced operators."""
 
     now = False
 
@@ -161,7 +161,7 @@ def _with_fallback(name: str, key: str, function: Kernel) -> Kernel:
 
 
 def _watched(kernel: Any) -> Kernel:
-    """torch's ``scaled_dot_product_attention``, and a word about each call that it does not hand to its flash backend."""
+    """torch's ``scaled_dot_product_attention``, with a fallback note for each call that is not dispatched to the flash backend."""
 
     def call(
         keyset: Any,
@@ -177,7 +177,7 @@ def _watched(kernel: Any) -> Kernel:
     ) -> Any:
         given = (query, key, value, attn_mask, dropout_p, is_causal)
         if query.device.type in DTYPES and not _falling.now:
-            with torch._C._DisableTorchDispatch():  # of fake tensors torch's kernel asks for their device, too
+            with torch._C._DisableTorchDispatch():  # for fake tensors torch's kernel also calls their device's dispatch
                 choice = SDPBackend(torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa))
             if choice not in (SDPBackend.FLASH_ATTENTION, SDPBackend.ERROR):
                 backend = choice.name.lower().replace("_", " ")

@@ -1,7 +1,7 @@
-"""Which backend torch chooses for attention of jagged nested tensors, and a word about each call that its flash backend does not get.
+"""Watches which backend torch chooses for attention of jagged nested tensors, and notes each call that does not get the flash backend.
 
-torch chooses for them in Python, before any operator is called (``torch.nested._internal.sdpa``): the dispatcher sees no choice.
-While flashmoe is active the function that chooses is wrapped; :func:`unwatch` puts torch's own back.
+torch makes that choice in Python, before any operator is called (``torch.nested._internal.sdpa``), so the dispatcher does not see it.
+While flashmoe is active the function that chooses is wrapped; :func:`unwatch` restores torch's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashmoe import fallback
 from flashmoe.attn import sdpa_dispatch
 from flashmoe.attn.sdpa_dispatch import Path, Route
 
-# What torch's flash backend takes.
+# The limits of torch's flash backend.
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 
@@ -27,8 +27,8 @@ _torchs_choice: Any = getattr(sdpa, "_select_sdp_backend", None)
 
 
 def watch() -> None:
-    """Tell of each jagged call that torch hands to another backend, as FLASHMOE_FALLBACK asks when it is made or traced."""
-    if _torchs_choice is not None:  # else a torch that chooses elsewhere
+    """Note each jagged call that torch dispatches to another backend, following FLASHMOE_FALLBACK when the call is made or traced."""
+    if _torchs_choice is not None:  # otherwise this torch chooses elsewhere
         vars(sdpa)["_select_sdp_backend"] = _choose
         sdpa_dispatch.jagged_route = route
 
@@ -42,7 +42,7 @@ def unwatch() -> None:
 
 def _choose(query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any) -> SDPBackend:
     choice: SDPBackend = _torchs_choice(query, key, value, *others, **more)
-    if choice not in (SDPBackend.FLASH_ATTENTION, SDPBackend.ERROR):  # an error is torch's to raise
+    if choice not in (SDPBackend.FLASH_ATTENTION, SDPBackend.ERROR):  # torch raises the error
         fallback.note_fallback(_reason(choice, query, key, value), stacklevel=CALLER)
     return choice
 
@@ -65,7 +65,7 @@ def route(
     query, key, value, _ = sdpa._autocast(query, key, value, None)
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     if query.dim() > 3 and query._ragged_idx == 1:  # type: ignore[attr-defined]
-        # Ragged before the heads: to torch this is dense attention of the values.
+        # The ragged dimension comes before the heads: torch treats this as dense attention of the values.
         given = (query.values(), key.values(), value.values(), attn_mask, dropout_p, is_causal)
         obstacle = sdpa_dispatch.find_obstacle(*given, scale, enable_gqa)
         if obstacle is not None:
@@ -88,7 +88,7 @@ def _reason(choice: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> st
 
 
 def _why(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """The condition of torch's flash backend that does not hold."""
+    """The condition of torch's flash backend that is not met."""
     if not torch.backends.cuda.flash_sdp_enabled():
         return "flash is switched off (sdpa_kernel or torch.backends.cuda.enable_flash_sdp)"
     if query.device.type != "cuda":

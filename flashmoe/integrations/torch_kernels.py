@@ -1,7 +1,7 @@
-"""What runs in the place of torch's flash attention operators: dense, its CPU form, and ragged; each with its gradient.
+"""Implementations that replace torch's flash attention operators: dense, its CPU form, and ragged; each with its gradient.
 
-Arguments and results are those of the operators' schemas, of torch 2.10 and later; what a later torch adds to them and these do
-not know arrives in ``others`` and must be empty. A call that flashmoe does not compute raises :class:`LackingError`.
+Arguments and results follow the operators' schemas in torch 2.10 and later. Arguments that a later torch adds arrive in ``others`` and
+must be None. A call that flashmoe does not support raises :class:`LackingError`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashmoe.attn.dropout import draw_state
 from flashmoe.attn.options import Varlen
 
 _extension.load()
-# What an OpOverload's __call__ hands its arguments to.
+# An OpOverload's __call__ only forwards to this.
 _forward_operator = torch.ops.flashmoe.flash_attention_forward.default._op
 _backward_operator = torch.ops.flashmoe.flash_attention_backward.default._op
 _ragged_forward_operator = torch.ops.flashmoe.attention_varlen_forward.default._op
@@ -31,7 +31,7 @@ Kernel = Callable[..., Any]
 
 
 class LackingError(Exception):
-    """flashmoe does not compute this; the text says why."""
+    """flashmoe does not support this call; the text says why."""
 
 
 def _require(condition: bool, reason: str) -> None:
@@ -55,8 +55,8 @@ def _scale(scale: float | None, q: Tensor) -> float:
 
 
 def _random_state(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Seed and offset, from the device's generator, of which a captured graph draws new ones; an unused tensor and the debug mask, of the
-    shapes that compiled graphs assert. Without dropout nobody reads any."""
+    """Seed and offset from the device's generator, redrawn by each replay of a captured graph; an unused tensor and the debug mask, in the
+    shapes that compiled graphs assert. Without dropout none of them is read."""
     if dropout_p:
         state = draw_state(q.device).view(torch.uint64)
     else:
@@ -65,7 +65,7 @@ def _random_state(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _as_ragged(scale: float, causal: bool) -> tuple[Any, ...]:
-    """What follows lengths and mask of the ragged operators, for dense tensors."""
+    """The ragged operators' arguments after lengths and mask, for dense tensors."""
     return 0, 0, scale, -1, 0 if causal else -1, 0.0
 
 
@@ -114,7 +114,7 @@ def _backward(
 
 
 def _explained(error: Exception, q: Tensor, k: Tensor, v: Tensor) -> Exception:
-    """Why the operator refused: looked for only then, since it takes longer than the call."""
+    """Why the operator rejected the call; searched only then, because it takes longer than the call."""
     obstacle = sdpa_dispatch.find_obstacle(q, k, v, None, 0.0, False, None, True)
     return error if obstacle is None else LackingError(obstacle)
 
@@ -202,7 +202,7 @@ NO_STATE = "dropout_p is not 0, and this operator of torch has no place for the 
 NO_DEBUG_MASK = "a debug mask is asked for; flashmoe stores no scores"
 
 
-# Ragged: [tokens, H, D] with cumulative lengths. torch calls the same operators for dense [B, S, H, D], from its own dense kernel.
+# Ragged: [tokens, H, D] with cumulative lengths. torch also calls these operators for dense [B, S, H, D], from its own dense kernel.
 
 
 def ragged_forward(
@@ -233,7 +233,7 @@ def ragged_forward(
     _require_nothing_else(others)
     left, right = _sides(window_size_left, window_size_right, is_causal)
     if block_table is not None:
-        cum_seq_k = None  # whose numbers are of rows; the pages' are seqused_k
+        cum_seq_k = None  # its numbers count rows; with pages the lengths are in seqused_k
     lengths = (cum_seq_q, cum_seq_k, seqused_k, block_table, None, None)
     numbers = (max_q, max_k, _scale(scale, q), left, right, 0.0, num_splits or 0)
     given = (_dense(q), _dense(k), _dense(v), *lengths, *numbers)
@@ -296,19 +296,19 @@ def _require_nothing_else(others: Mapping[str, Any]) -> None:
 
 
 def _sides(left: int | None, right: int | None, causal: bool) -> tuple[int, int]:
-    """torch says no limit as None or as any negative number."""
+    """torch passes None or any negative number for no limit."""
     no_left, no_right = left is None or left < 0, right is None or right < 0
     return -1 if no_left else left, 0 if causal else -1 if no_right else right  # type: ignore[return-value]
 
 
 def _explained_ragged(error: Exception, given: tuple[Any, ...]) -> Exception:
-    """Arguments that our operator does not take are torch's to compute, or to refuse in its own words."""
+    """torch computes calls that flashmoe's operator rejects for their arguments, or rejects them with its own error."""
     cause = explain_varlen(error, Varlen(*given))
     return LackingError(str(cause)) if isinstance(cause, ValueError | TypeError) else error
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """In the strides of ``torch.empty_like``, which compiled graphs assert."""
+    """The tensor in the strides of ``torch.empty_like``, which compiled graphs assert."""
     if like.is_contiguous():
         return tensor
     result = torch.empty_like(like)

@@ -1,7 +1,7 @@
-"""Linear layers whose bits do not depend on the number of rows.
+"""Linear layers that give a row the same bits for any number of rows.
 
 api          linear, patch_linear
 autograd     its gradients
 operators    what torch must know about the operator
-rules        what its checks are told as
+rules        the messages of its checks
 """

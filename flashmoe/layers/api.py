@@ -17,16 +17,16 @@ _extension.load()
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x w^T + bias, as ``torch.nn.functional.linear``; the bits of a row of the result do not depend on the other rows.
+    """x w^T + bias, like ``torch.nn.functional.linear``; the bits of a row of the result do not depend on the other rows.
 
-    A row of 1, of 64 and of 8192 rows gives the same bits, whichever tile the number of rows selects: its sum over k is one chain of
-    products of 16 k in ascending order, in float32, rounded once. Differentiable; the gradients are deterministic, and those of x
-    keep the same promise. On a CPU the promise is between calls on one machine.
+    A row has the same bits in a call with 1, 64 or 8192 rows, whichever tile the number of rows selects: its sum over k is one chain of
+    products of 16 k in ascending order, in float32, rounded once. Differentiable; the gradients are deterministic, and the gradient of x
+    does not depend on the other rows either. On a CPU this holds between calls on one machine.
 
     Args:
         x: [..., K], float16 or bfloat16 (on the CPU also float32).
-        w: [N, K] of x's dtype, of any strides. On a GPU K and N are multiples of 8.
-        bias: [N] of x's dtype, added in float32 before the result is rounded; None for none.
+        w: [N, K] in x's dtype, with any strides. On a GPU K and N must be multiples of 8.
+        bias: [N] in x's dtype, added in float32 before the result is rounded; None for none.
 
     Returns:
         [..., N], contiguous.
@@ -54,20 +54,20 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Linear(nn.Linear):
-    """nn.Linear by flashmoe.linear; the class of patched modules, so that their parameters and names stay."""
+    """nn.Linear computed by flashmoe.linear; patched modules get this class, so that their parameters and names are unchanged."""
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 def patch_linear(model: nn.Module) -> int:
-    """Let every ``nn.Linear`` in ``model`` compute by :func:`linear`, in place; returns how many now do.
+    """Make every ``nn.Linear`` in ``model`` compute with :func:`linear`, in place; returns the number of layers that now do.
 
-    Parameters, their names, hooks and the state dict stay. Subclasses of nn.Linear, which may compute something else, and layers
-    whose sizes a GPU's kernels do not take (no multiples of 8) stay as they are. Patching twice changes nothing.
+    Parameters, their names, hooks and the state dict are unchanged. Subclasses of nn.Linear, which may compute something else, and layers
+    whose sizes the GPU kernels do not support (not multiples of 8) are left alone. Patching twice changes nothing.
 
     Raises:
-        ArgumentTypeError: ``model`` is no nn.Module.
+        ArgumentTypeError: ``model`` is not an nn.Module.
     """
     if not isinstance(model, nn.Module):
         msg = f"model must be a torch.nn.Module, whose nn.Linear layers are changed in place; found {type(model).__name__}"

@@ -1,7 +1,7 @@
-"""Shapes, operations and gradients of the operator ``_linear``.
+"""Shapes, flop counts and gradients of the operator ``_linear``.
 
-The gradient of x is again such a product, of the weight's transpose; that of the weight is the grouped product with a sum over rows,
-with one group; that of the bias torch's sum. All are deterministic, and a row's gradient does not depend on the other rows either.
+The gradient of x is another such product, with the transposed weight; that of the weight is the grouped product that sums over rows,
+with one group; that of the bias is torch's sum. All are deterministic, and a row's gradient does not depend on the other rows either.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashmoe.moe.autograd import call_grouped, one_by_one
 from flashmoe.rules import check
 from flashmoe.transforms import autocasted, function_under_transforms
 
-CHOOSE = -1  # the tile that is best for so many rows
+CHOOSE = -1  # choose the best tile for the number of rows
 
 
 def fake(x: Tensor, weight: Tensor, bias: Tensor | None, tile: int) -> Tensor:
@@ -26,12 +26,12 @@ def fake(x: Tensor, weight: Tensor, bias: Tensor | None, tile: int) -> Tensor:
 
 
 def flops(x: Any, weight: Any, *_: Any, **__: Any) -> int:
-    """Two for a multiply-add, of the arguments' shapes."""
+    """From the arguments' shapes; a multiply-add counts as two."""
     return int(2 * x[0] * weight[0] * weight[1])
 
 
 def call_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: int = CHOOSE) -> Tensor:
-    """The operator, under torch.func's transforms too."""
+    """The operator, including under torch.func's transforms."""
     if not is_compiling() and transforms_are_active():
         result: Tensor = _transformed(*autocasted(x, weight, bias), tile)
         return result

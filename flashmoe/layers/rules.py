@@ -1,4 +1,4 @@
-"""What the rule of linear's own is told as (flashmoe/rules.py); its tensors keep those of the grouped product (flashmoe/moe/rules.py)."""
+"""The message for linear's own argument rule (flashmoe/rules.py); its tensors follow the grouped product's rules (flashmoe/moe/rules.py)."""
 
 from __future__ import annotations
 

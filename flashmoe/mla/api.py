@@ -72,32 +72,32 @@ def mla_decode(
     A key is 576 values, the latent (512) and its rotary part (64); its value is the latent. All heads share it.
 
     Args:
-        q: [B, Sq, H, 576], float16 or bfloat16 (on the CPU also float32): the query multiplied into the latent space, and its rotary part;
+        q: [B, Sq, H, 576], float16 or bfloat16 (on the CPU also float32): the query projected into the latent space, and its rotary part;
             1 to 128 heads, one token or several.
-        kv_cache: [P, page_size, 576] with block_table, page_size a multiple of 16; or [B, Smax, 576]. Of q's dtype; or [..., 656] of uint8
-            or float8_e4m3fn, a cache of 8-bit floats as :func:`mla_append` writes it, whose rotary values have q's dtype: the result is
-            that of the 16-bit cache of its codes times their scales, rounded to q's dtype.
-        cache_seqlens: [B] int32 on q's device, the keys of each sequence, those of q's tokens included.
-            Needed without indices.
-        scale: what scores are multiplied by: of a model with query dim 192, 192 ** -0.5 (times YaRN's factor), not 576 ** -0.5.
+        kv_cache: [P, page_size, 576] with block_table, page_size a multiple of 16; or [B, Smax, 576]. In q's dtype; or [..., 656] in uint8
+            or float8_e4m3fn, a cache of 8-bit floats as :func:`mla_append` writes it, whose rotary values have q's dtype: the result equals
+            that with a 16-bit cache of its codes times their scales, rounded to q's dtype.
+        cache_seqlens: [B] int32 on q's device, the number of keys of each sequence, including those of q's tokens.
+            Required without indices.
+        scale: multiplies the scores: for a model with query dim 192, 192 ** -0.5 (times YaRN's factor), not 576 ** -0.5.
         block_table: [B, pages] int32: key j is row j % page_size of page block_table[b, j // page_size].
         indices: [B, Sq, topk] int32, the keys of each token, in place of cache_seqlens, block_table and causal: row i % page_size of page
-            i // page_size of kv_cache [P, page_size, ...], whatever its page size; -1, anywhere, is nothing; a key named twice counts twice.
+            i // page_size of kv_cache [P, page_size, ...], with any page size; -1, anywhere, is skipped; a key listed twice counts twice.
         causal: token t of Sq sees the keys before cache_seqlens - (Sq - 1 - t); False: all of them.
-        value_dim: 512; no other.
-        sinks: [H] float32, one more term exp(sink) in each row's sum.
-        num_splits: parts that a sequence's keys are divided into, at most. 0: the kernel's choice, which depends on the batch; 1: none is
-            divided, and a row's result is the same, bit for bit, in any batch.
-        return_lse: also return the log-sum-exp of the scores, the sink included.
+        value_dim: must be 512.
+        sinks: [H] float32, one extra term exp(sink) in each row's softmax sum.
+        num_splits: the maximum number of splits of a sequence's keys. 0: chosen by the kernel, depending on the batch; 1: no split,
+            and a row's result has the same bits in any batch.
+        return_lse: also return the log-sum-exp of the scores, including the sink.
 
     Returns:
         out [B, Sq, H, 512], to be multiplied by each head's value projection; with ``return_lse`` also lse [B, H, Sq] in float32. A row
         without keys has out 0 and lse -inf. Memory past the lengths is ignored.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, ArgumentError, ArgumentTypeError: the message names the value, what is supported, what to do.
-            On the CPU lengths, pages and indices are checked, too; on a GPU lengths are clamped to the memory and pages to the cache, and
-            indices past the cache are nothing.
+        ShapeError, DtypeError, DeviceError, ArgumentError, ArgumentTypeError: the message says what was found, what is supported, what to do.
+            Lengths, pages and indices are checked only on the CPU; on a GPU lengths are clamped to the memory and pages to the cache, and
+            indices past the cache are skipped.
         DifferentiationError: a gradient was requested.
         UnsupportedGpuError: compute capability below 8.0.
 

@@ -26,23 +26,23 @@ def mla_append(
 ) -> None:
     """Quantise latents to 8 bits and write them into a cache, in place, for :func:`flashmoe.mla_decode`. For inference: no gradients.
 
-    A key is 656 bytes: 512 codes (e4m3), 4 float32 scales of 128 codes each, and the 64 rotary values as they are. A scale is the least
-    power of two, from 2 ** -13 on, that keeps its values within 448, as engines write them. Codes are rounded to nearest even; an
-    infinity becomes the largest code of a scale of 2 ** 127, and NaN stays NaN.
+    A key is 656 bytes: 512 codes (e4m3), 4 float32 scales of 128 codes each, and the 64 rotary values unchanged. A scale is the smallest
+    power of two, at least 2 ** -13, that keeps its values within 448, as serving engines write them. Codes are rounded to nearest even; an
+    infinity becomes the largest code with a scale of 2 ** 127, and NaN stays NaN.
 
     Args:
-        latents: [B, S, 576], float16 or bfloat16: of each new token the latent (512, behind its norm) and its rotary part (64).
+        latents: [B, S, 576], float16 or bfloat16: for each new token the latent (512, after its norm) and its rotary part (64).
         kv_cache: [P, page_size, 656] with block_table or slots, or [B, Smax, 656]; uint8, or float8_e4m3fn as a view of the same bytes;
             rows at multiples of 16 bytes.
-        cache_seqlens: [B] int32, the keys that each sequence holds before; token i of sequence b becomes key cache_seqlens[b] + i. It is
-            left as it is.
+        cache_seqlens: [B] int32, the number of keys of each sequence before the call; token i of sequence b becomes key
+            cache_seqlens[b] + i. Not modified.
         block_table: [B, pages] int32: key j is row j % page_size of page block_table[b, j // page_size].
-        slots: [B, S] int64, in place of the lengths: token i of sequence b becomes row slots[b, i] % page_size of page
-            slots[b, i] // page_size, and -1 is written nowhere. No two may be equal.
+        slots: [B, S] int64, instead of cache_seqlens: token i of sequence b becomes row slots[b, i] % page_size of page
+            slots[b, i] // page_size; a token with slot -1 is not written. No two may be equal.
 
     Raises:
-        ShapeError, DtypeError, DeviceError, ArgumentError, ArgumentTypeError: the message names the value, what is supported, what to do.
-            On the CPU lengths, pages and slots are checked, too; on a GPU tokens without a row in the cache are dropped.
+        ShapeError, DtypeError, DeviceError, ArgumentError, ArgumentTypeError: the message says what was found, what is supported, what to do.
+            Lengths, pages and slots are checked only on the CPU; on a GPU tokens without a row in the cache are dropped.
         DifferentiationError: a gradient was requested.
         UnsupportedGpuError: compute capability below 8.0.
     """

@@ -1,4 +1,4 @@
-"""The cache of 8-bit floats on the CPU: 656 bytes a key, which are 512 codes (e4m3), 4 float32 scales, and 64 rotary values of 16 bits."""
+"""The 8-bit cache on the CPU: 656 bytes per key, which are 512 codes (e4m3), 4 float32 scales, and 64 rotary values of 16 bits."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from flashmoe.rules import broken, check
 E4M3 = torch.float8_e4m3fn
 KEY_BYTES = 656
 LATENT_DIM, SCALES = 512, 4
-ROTARY = LATENT_DIM + 4 * SCALES  # where it begins
+ROTARY = LATENT_DIM + 4 * SCALES  # byte offset of the rotary values
 LARGEST, LEAST_SCALE = 448.0, 1e-4
 NAN_CODE = 0x7F
 _FRACTION, _LARGEST_SCALE = 0x7FFFFF, 254 << 23  # bits of a float32: 2^127
 
 
 def has_codes(cache: Tensor) -> bool:
-    """Whether a cache holds 8-bit floats: bytes, by either name."""
+    """Whether a cache holds 8-bit floats, as bytes or as float8_e4m3fn."""
     return cache.dtype in (torch.uint8, E4M3)
 
 
 def quantize(latents: Tensor) -> Tensor:
-    """[..., 656] uint8 of latents [..., 576] of 16 bits. Each scale is the least power of two that keeps its values within 448."""
+    """[..., 656] uint8 from 16-bit latents [..., 576]. Each scale is the smallest power of two that keeps its values within 448."""
     values = latents[..., :LATENT_DIM].float().unflatten(-1, (SCALES, -1))
     most = values.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1)
     wanted = (most / LARGEST).clamp(min=LEAST_SCALE).view(torch.int32)
@@ -34,7 +34,7 @@ def quantize(latents: Tensor) -> Tensor:
 
 
 def dequantize(coded: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., 576] of the 16-bit type whose rotary values the bytes [..., 656] hold: codes times scales, in float32, rounded to it."""
+    """[..., 576] in ``dtype``, the 16-bit type of the rotary values in the bytes [..., 656]: codes times scales, in float32, rounded to it."""
     coded = coded.view(torch.uint8)
     codes = coded[..., :LATENT_DIM].view(E4M3).float().unflatten(-1, (SCALES, -1))
     scales = coded[..., LATENT_DIM:ROTARY].contiguous().view(torch.float32)
@@ -45,7 +45,7 @@ def dequantize(coded: Tensor, dtype: torch.dtype) -> Tensor:
 def append(
     latents: Tensor, kv_cache: Tensor, cache_seqlens: Tensor | None, block_table: Tensor | None, slots: Tensor | None
 ) -> None:
-    """``mla_append`` for CPU tensors; lengths, pages and slots are looked at before anything is written."""
+    """``mla_append`` for CPU tensors; checks lengths, pages and slots before it writes anything."""
     check("mla_append_", (latents, kv_cache, cache_seqlens, block_table, slots))
     tokens = latents.shape[1]
     page_size = kv_cache.shape[1]
@@ -69,7 +69,7 @@ def _checked(slots: Tensor, count: int) -> Tensor:
 
 
 def _rows(kv_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, tokens: int) -> Tensor:
-    """[batch, tokens], rows of all pages."""
+    """[batch, tokens], row numbers that count through all pages."""
     pages, page_size, _ = kv_cache.shape
     most = page_size if block_table is None else page_size * block_table.shape[1]
     rows = torch.empty(len(cache_seqlens), tokens, dtype=torch.int64)

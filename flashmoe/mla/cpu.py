@@ -1,4 +1,4 @@
-"""Decoding on the CPU, one sequence after the other, in torch's own vectorised products: float32 inside whatever the dtype."""
+"""Decoding on the CPU, one sequence at a time, with torch's own vectorised products: computes in float32 for every dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def decode(
     num_splits: int,
     indices: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``mla_decode`` for CPU tensors; lengths, pages and indices are looked at."""
+    """``mla_decode`` for CPU tensors; checks lengths, pages and indices."""
     check("mla_decode", (q, kv_cache, cache_seqlens, block_table, sinks, scale, causal, num_splits, indices))
     if indices is not None:
         return _decode_indices(q, kv_cache, indices, sinks, scale)
@@ -43,7 +43,7 @@ def decode(
 def _decode_indices(
     q: Tensor, kv_cache: Tensor, indices: Tensor, sinks: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Token by token; a key that is named twice counts twice."""
+    """Token by token; a key listed twice counts twice."""
     batch, tokens, heads, _ = q.shape
     rows = kv_cache.flatten(0, 1)
     outside = (indices < -1) | (indices >= len(rows))
@@ -64,9 +64,9 @@ def _decode_indices(
 def _attend(
     q: Tensor, keys: Tensor, hidden: Tensor | None, sinks: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out [tokens, heads, 512], lse [heads, tokens]) of one sequence; ``hidden`` [tokens, keys]."""
+    """(out [tokens, heads, 512], lse [heads, tokens]) of one sequence; ``hidden`` bool [tokens, keys]."""
     tokens, heads, _ = q.shape
-    # Contiguous: with other strides torch's product may add in another order.
+    # Contiguous, because with other strides torch's product may sum in another order.
     scores = (q.float().contiguous() * scale) @ keys.mT  # [tokens, heads, keys]
     if hidden is not None:
         scores.masked_fill_(hidden[:, None], -torch.inf)
@@ -84,7 +84,7 @@ def _values(keys: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _keys(kv_cache: Tensor, block_table: Tensor | None, sequence: int, length: int) -> Tensor:
-    """[length, 576] of one sequence, or 656 bytes."""
+    """[length, 576] of one sequence, or [length, 656] in bytes."""
     page_size = kv_cache.shape[1]
     most = page_size if block_table is None else page_size * block_table.shape[1]
     if not 0 <= length <= most:

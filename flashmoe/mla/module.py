@@ -18,34 +18,34 @@ from flashmoe.mla.api import VALUE_DIM, mla_decode
 
 LATENT_DIM, ROTARY_DIM = VALUE_DIM, 64
 WIDTH = LATENT_DIM + ROTARY_DIM
-APPENDED = (384, 192)  # columns, of "keys" and "values" to the operator that appends
-# Of new tokens with a cache, up to which their queries are multiplied into the latent space. Expanding a key costs 2 x 512 x 256
-# products a head, which scores over 1088 columns instead of 320 exceed from 170 tokens on.
+APPENDED = (384, 192)  # columns that are passed as "keys" and as "values" to the append operator
+# With a cache, up to this many new tokens use the absorbed form (queries projected into the latent space). Expanding a key costs
+# 2 x 512 x 256 operations per head; absorbed scores over 1088 columns instead of 320 cost more than that from 170 tokens on.
 MOST_ABSORBED = 128
 
 
 class MLA(nn.Module):
-    """Multi-head latent attention of DeepSeek-V2 and its successors, causal: a cache holds 512 + 64 values for each token.
+    """Multi-head latent attention of DeepSeek-V2 and its successors, causal: a cache holds 512 + 64 values per token.
 
     Args:
         dim: size of the last dimension of the input and of the output.
-        heads: up to 128.
-        q_rank: size that queries are projected to first, with a norm behind it; None: they are projected at once.
-        nope_dim: columns of a head's queries and keys without position; 64 rotary ones are beside them.
+        heads: at most 128.
+        q_rank: size of a first projection of the queries, followed by a norm; None: queries are projected in one step.
+        nope_dim: columns of a head's queries and keys without position; 64 rotary columns are added to them.
         value_dim: columns of a head's values.
         rope_theta: base of the rotary frequencies.
-        frequencies: [32], in place of those of rope_theta, such as YaRN's.
+        frequencies: [32], instead of those from rope_theta, for example YaRN's.
         interleaved: whether rotary pairs are columns 2c and 2c + 1, as in DeepSeek's checkpoints, or c and c + 32.
-        scale: multiplies the scores; (nope_dim + 64) ** -0.5 by default, to be multiplied by YaRN's factor where there is one.
-        eps: of the norms.
-        bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have one.
+        scale: multiplies the scores; (nope_dim + 64) ** -0.5 by default; with YaRN, include its factor.
+        eps: epsilon of the norms.
+        bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
         device, dtype: of the parameters. On a GPU use float16 or bfloat16.
 
     Parameters have DeepSeek's names: q_proj, or q_a_proj, q_a_layernorm and q_b_proj; kv_a_proj_with_mqa [576, dim], kv_a_layernorm,
     kv_b_proj [heads * (nope_dim + value_dim), 512], o_proj [dim, heads * value_dim].
 
-    Raises ArgumentError for sizes that do not fit together, ArgumentTypeError for one that is no integer and for flags that are no
-    bool, DtypeError for a dtype that no kernel takes. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
+    Raises ArgumentError for sizes that do not fit together, ArgumentTypeError for a size that is not an integer or a flag that is not a
+    bool, DtypeError for a dtype without kernels. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C.
     """
 
     _frequency_bits: Tensor
@@ -90,7 +90,7 @@ class MLA(nn.Module):
                 f"frequencies must be [{ROTARY_DIM // 2}]; found {shape_of(frequencies)}; give one for each rotary pair"
             )
             raise ShapeError(msg)
-        # As integers, which .to(dtype) leaves alone.
+        # stored as integers, which .to(dtype) leaves unchanged
         bits = frequencies.to(device, torch.float32).view(torch.int32)
         self.register_buffer("_frequency_bits", bits, persistent=False)
         given: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -116,20 +116,20 @@ class MLA(nn.Module):
         block_table: Tensor | None = None,
         absorbed: bool | None = None,
     ) -> Tensor:
-        """Attend from each token of ``x`` [B, S, dim] to those before it and itself; returns [B, S, dim].
+        """Attend from each token of ``x`` [B, S, dim] to itself and the tokens before it; returns [B, S, dim].
 
-        Without a cache, to those of x alone. With one, for inference, x's latents are first written to it behind the cache_seqlens[b] that
-        sequence b has (cache_seqlens is left as it is), and all are attended to.
+        Without a cache, only to the tokens of x. With a cache, for inference, x's latents are first appended to it after the cache_seqlens[b]
+        keys of sequence b (cache_seqlens is not modified), and attention covers all of them.
 
         Args:
             cache: [B, Smax, 576], or pages [P, page_size, 576] with block_table; of x's dtype.
             cache_seqlens: [B] int32.
-            block_table: [B, pages] int32, as of :func:`flashmoe.mla_decode`.
-            absorbed: True: queries are multiplied into the latent space, for inference; False: keys and values of every head are made of the
-                latents, which reads cache_seqlens on the host. Both are the same but for roundings. None: absorbed with a cache and up to 128 tokens.
+            block_table: [B, pages] int32, as in :func:`flashmoe.mla_decode`.
+            absorbed: True: queries are projected into the latent space, for inference; False: keys and values of every head are computed from
+                the latents, which reads cache_seqlens on the host. Both agree up to rounding. None: absorbed with a cache and up to 128 tokens.
 
-        Raises ShapeError, DtypeError, ArgumentError, ArgumentTypeError, and what the two functions raise; DifferentiationError for a
-        gradient with a cache or absorbed.
+        Raises ShapeError, DtypeError, ArgumentError, ArgumentTypeError, and the errors of mla_decode and attention; DifferentiationError for a
+        gradient with a cache or in the absorbed form.
         """
         self._check(x, cache, cache_seqlens)
         batch, tokens, _ = x.shape
@@ -161,7 +161,7 @@ class MLA(nn.Module):
     def _attend_absorbed(
         self, q: Tensor, latents: Tensor, cache: Tensor | None, cache_seqlens: Tensor | None, block_table: Tensor | None
     ) -> Tensor:
-        """[B, S, H, value_dim], by the latents."""
+        """[B, S, H, value_dim], computed on the latents (absorbed form)."""
         to_keys, to_values = self.kv_b_proj.weight.unflatten(0, (self.heads, -1)).split(
             (self.nope_dim, self.value_dim), 1
         )
@@ -179,7 +179,7 @@ class MLA(nn.Module):
     def _attend_expanded(
         self, q: Tensor, latents: Tensor, cache: Tensor | None, cache_seqlens: Tensor | None, block_table: Tensor | None
     ) -> Tensor:
-        """[B, S, H, value_dim], by keys and values of each head: those of x, merged with those that the cache held before."""
+        """[B, S, H, value_dim], from each head's keys and values: attention over x merged with attention over the cache's earlier keys."""
         queries = q.transpose(1, 2)
         longest = 0 if cache_seqlens is None or cache_seqlens.numel() == 0 else int(cache_seqlens.max())
         if cache is None or cache_seqlens is None or longest == 0:
@@ -230,7 +230,7 @@ class MLA(nn.Module):
 
 
 def _append(cache: Tensor, latents: Tensor, cache_seqlens: Tensor, block_table: Tensor | None) -> None:
-    """Write latents [B, S, 576] behind the cache_seqlens that there are, in place, as three heads of 128 columns and three of 64."""
+    """Write latents [B, S, 576] after the first cache_seqlens keys, in place, as three heads of 128 columns and three of 64."""
     columns = [tensor.split(APPENDED, -1) for tensor in (cache, latents)]
     (k, v), (k_new, v_new) = ([part.unflatten(2, (3, -1)) for part in parts] for parts in columns)
     if block_table is None:

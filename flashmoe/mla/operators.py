@@ -1,4 +1,4 @@
-"""The operators of multi-head latent attention: what torch knows of each (see flashmoe/operator.py)."""
+"""The operators of multi-head latent attention, as data for torch's dispatcher (see flashmoe/operator.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _fake(q: Tensor, kv_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _flops(
     q: Sequence[int], kv_cache: Sequence[int], _: Any, block_table: Sequence[int] | None, *rest: Any, **__: Any
 ) -> int:
-    """Of shapes, as if each sequence filled its memory, or its indices named keys: q k^T over 576 columns, P v over 512."""
+    """From shapes, as if each sequence filled its memory, or every index named a key: q k^T over 576 columns, P v over 512."""
     batch, tokens, heads, head_dim = q
     *_, indices = rest
     own = kv_cache[1] if block_table is None else block_table[1] * kv_cache[1]

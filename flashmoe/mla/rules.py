@@ -1,4 +1,4 @@
-"""What the rules for arguments of multi-head latent attention are told as; csrc/mla/host/ decides (see flashmoe/rules.py)."""
+"""The messages for the argument rules of multi-head latent attention; csrc/mla/host/ checks them (see flashmoe/rules.py)."""
 
 from __future__ import annotations
 

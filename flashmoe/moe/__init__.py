@@ -1,16 +1,16 @@
-"""Mixture of experts: everything that a user calls, and what torch must know about the operators behind it.
+"""Mixture of experts: the public functions, and the operators behind them.
 
 api         fused_moe, topk_route, grouped_mm
 module      MoE, a layer with its router as an ``nn.Module``
-options     words and limits; the operators' arguments by name
-errors      which rule a call broke, in words
-operators   the operators as data: what ``torch.ops.flashmoe`` is told about each
-fake        results without data, and costs
+options     allowed words and limits; the operators' arguments by name
+errors      typed errors for a rule that a call broke
+operators   the operators as data for ``torch.ops.flashmoe``
+fake        results without data, and flop counts
 autograd    gradients, vmap, torch.func
 scaled      the layer with float8_e4m3fn weights
-training    the layer with products of float8_e4m3fn, and their gradients
-mxfp4       the layer with weights of 4 bits
-packed      these weights in the order of the kernel that is made for it
+training    the layer with float8_e4m3fn products, and their gradients
+mxfp4       the layer with 4-bit weights
+packed      4-bit weights in the order of the kernel that is specialised for it
 """
 
 from __future__ import annotations

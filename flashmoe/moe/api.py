@@ -19,7 +19,9 @@ from flashmoe.errors import ArgumentError
 from flashmoe.moe import autograd, errors, mxfp4, scaled, training
 from flashmoe.moe.options import Activation, Layer, Layout, Precision, Routing, Scales, Scoring
 from flashmoe.moe.training import QuantizedWeights
-from flashmoe.moe.training import quantize_weights as quantize_weights  # reached here, where the extension is loaded
+from flashmoe.moe.training import (
+    quantize_weights as quantize_weights,
+)  # imported from here, because this module loads the extension
 from flashmoe.transforms import autocasted
 
 _extension.load()
@@ -60,11 +62,11 @@ def fused_moe(
     out: Tensor | None = None,
     **misspelt: NoReturn,
 ) -> Tensor:
-    """A mixture-of-experts layer: the weighted sum, for each token, of what its experts compute.
+    """A mixture-of-experts layer: for each token, the weighted sum of its experts' outputs.
 
     out[t] = shared[t] + sum over j of topk_weights[t, j] * (activation(x[t] W13_e^T + b13_e) W2_e^T + b2_e), e = topk_ids[t, j].
-    Sums are float32, in an order that does not depend on the batch: a token's result is the same bits whatever else is in x.
-    Two runs give the same bits. The host never waits for the GPU, so the call can be captured in a CUDA graph.
+    Sums are float32, in an order that does not depend on the batch: a token's result has the same bits whatever else is in x, and on
+    every run. The host never waits for the GPU, so the call can be captured in a CUDA graph.
 
     Args:
         x: [T, H], float16 or bfloat16 (on the CPU also float32). T may be 0.
@@ -74,40 +76,40 @@ def fused_moe(
         topk_weights: [T, k], float32 or x's dtype, 1 <= k <= 32.
         topk_ids: [T, k], int32 or int64. An id outside [0, E) contributes nothing.
         b13: [E, 2I], in the order of w13's rows; b2: [E, H]; both in x's dtype.
-        activation: of gate g and up u: "swiglu" g sigmoid(g) u; "geglu" gelu(g) u with the error function, "geglu_tanh" with its
-            usual approximation; "reglu" max(g, 0) u; "clamped_swiglu", as gpt-oss has it, g' sigmoid(1.702 g') (u' + 1) with
+        activation: with gate g and up u: "swiglu" g sigmoid(g) u; "geglu" gelu(g) u with the error function, "geglu_tanh" with its
+            tanh approximation; "reglu" max(g, 0) u; "clamped_swiglu", as in gpt-oss, g' sigmoid(1.702 g') (u' + 1) with
             g' = min(g, 7) and u' = u clamped to [-7, 7].
-        layout: of w13's rows: "concat", the gate's first; "interleaved", gate and up alternating.
+        layout: the order of w13's rows: "concat", all gate rows first; "interleaved", gate and up alternating.
         transposed: w13 is [E, H, 2I] and w2 [E, I, H].
-        expert_map: int32 [experts of the model]: the expert of this layer that an id stands for; a value outside [0, E), such as
-            -1, for none. For experts divided among several GPUs.
+        expert_map: int32 [experts of the model]: maps a global expert id to one of this layer's E experts; a value outside [0, E), such
+            as -1, for experts that are not here. For expert parallelism.
         shared: [T, H] in x's dtype, added to the result: a shared expert's output, or the residual.
-        weights_on_input: multiply x by the weights, before the experts, instead of their results (Llama 4).
+        weights_on_input: multiply the experts' inputs by the weights, instead of their outputs (Llama 4).
         w13_scale, w2_scale: with w13 and w2 in float8_e4m3fn, float32 [E, ceil(2I / 128), ceil(H / 128)] and
-            [E, ceil(H / 128), ceil(I / 128)]: a weight is its 8 bits times the scale of its 128 by 128 block (DeepSeek's and
-            transformers' weight_scale_inv). x and the activation between the products are quantised too, with one scale for
-            each 128 values of a row: the largest magnitude / 448. Forward only; without biases, layout "interleaved", transposed
-            and weights_on_input. The kernels need compute capability 9.0, and H and I multiples of 128; elsewhere torch
+            [E, ceil(H / 128), ceil(I / 128)]: a weight is its 8-bit value times the scale of its 128 by 128 block (DeepSeek's and
+            transformers' weight_scale_inv). x and the activation between the products are quantised too, with one scale per 128 values
+            of a row: the largest magnitude / 448. Forward only; no biases, layout "interleaved", transposed or
+            weights_on_input. The kernels need compute capability 9.0, and H and I multiples of 128; elsewhere torch
             computes the layer, as FLASHMOE_FALLBACK allows.
-            With w13 and w2 in mxfp4, uint8 [E, 2I, H / 2] and [E, H, I / 2] (or a checkpoint's blocks [..., K / 32, 16]): e2m1 codes,
-            the first of two in the low four bits, and uint8 scales [E, 2I, H / 32] and [E, H, I / 32], 2^(b - 127) for each 32
-            along a row, 255 NaN (OCP Microscaling Formats 1.0). The result is that of the bfloat16 layer on dequantised weights,
-            bit for bit. x is bfloat16, H and I are multiples of 32; forward only, without transposed and weights_on_input.
-            Or both as :func:`flashmoe.pack_mxfp4` gives them, without scales: the same result, faster, on compute capability 9.0 alone.
+            With w13 and w2 in mxfp4, uint8 [E, 2I, H / 2] and [E, H, I / 2] (or a checkpoint's blocks [..., K / 32, 16]): e2m1 codes, two
+            per byte, the first in the low four bits, and uint8 scales [E, 2I, H / 32] and [E, H, I / 32], each 2^(b - 127) for 32 values
+            of a row, 255 meaning NaN (OCP Microscaling Formats 1.0). The result is that of the bfloat16 layer on dequantised weights,
+            bit for bit. x is bfloat16, H and I are multiples of 32; forward only, no transposed or weights_on_input.
+            Or both as :func:`flashmoe.pack_mxfp4` returns them, without scales: the same result, faster, only on compute capability 9.0.
         x_scale: with x in float8_e4m3fn, float32 [T, ceil(H / 128)].
-        precision: "fp8": x, w13 and w2 stay in bfloat16, and every product of both passes has float8_e4m3fn operands, with float32
-            scales of 128 values or of 128 by 128 and float32 sums; gradients are bfloat16. Every call quantises the weights, and
-            keeps for the backward pass 1 byte a value of their transpose, x and [T * k, 2I] of bfloat16.
-            H and I are multiples of 128; without biases, layout "interleaved", transposed, weights_on_input, scales and out. The
+        precision: "fp8": x, w13 and w2 stay in bfloat16, and every matrix product of both passes has float8_e4m3fn operands, with float32
+            scales per 128 values or per 128 by 128 block and float32 sums; gradients are bfloat16. Every call quantises the weights.
+            For the backward pass it saves the quantised transposed weights (1 byte per value), x, and [T * k, 2I] in bfloat16.
+            H and I are multiples of 128; no biases, layout "interleaved", transposed, weights_on_input, scales or out. The
             kernels need compute capability 9.0; elsewhere torch computes the layer, as FLASHMOE_FALLBACK allows.
-        quantized: with precision "fp8", what :func:`flashmoe.quantize_weights` made of w13 and of w2 since they last changed: this call does
-            not do it again. w13 and w2 are still given, and have the gradients.
-        out: [T, H] in x's dtype, rows contiguous, to which the result is written; no gradient can be recorded then. It may be x
-            or shared itself, but must not overlap shared in part.
+        quantized: with precision "fp8", the results of :func:`flashmoe.quantize_weights` for w13 and w2, made since they last changed, so
+            that this call does not quantise them again. w13 and w2 must still be passed, and receive the gradients.
+        out: [T, H] in x's dtype, rows contiguous, to write the result to; then no gradient can be recorded. It may be x
+            or shared itself, but must not partially overlap shared.
 
     Returns:
-        [T, H] in x's dtype; bfloat16 where x is float8_e4m3fn. Differentiable once, in x, w13, w2, topk_weights, b13, b2, shared;
-        x and [T * k, 2I] are kept for that, and the activation is computed again.
+        [T, H] in x's dtype; bfloat16 if x is float8_e4m3fn. Differentiable once, in x, w13, w2, topk_weights, b13, b2, shared;
+        x and [T * k, 2I] are saved for that, and the activation is recomputed.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: an argument breaks a rule above; the message says which.
@@ -119,7 +121,7 @@ def fused_moe(
     if misspelt:
         keywords.refuse("fused_moe", misspelt, _LAYER_ARGUMENTS)
     layer = Layer(x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed)
-    check_flag("transposed", transposed)  # the dispatcher would take None for False
+    check_flag("transposed", transposed)  # the dispatcher would take None as False
     check_flag("weights_on_input", weights_on_input)
     if out is not None and not (isinstance(out, Tensor) and out.device == getattr(x, "device", None)):  # type: ignore[redundant-expr]
         errors.check_tensor("out", out)
@@ -155,7 +157,9 @@ def _call(layer: Layer, out: Tensor | None) -> Tensor:
         _refuse_out_with_gradient(out, is_needed=needs_gradient or (torch.is_grad_enabled() and out.requires_grad))
         _operators._fused_moe_out.default(out, *layer)
         return out
-    if needs_gradient or (not is_compiling() and is_tracing()):  # a trace of the inference operator would train nothing
+    if needs_gradient or (
+        not is_compiling() and is_tracing()
+    ):  # a traced graph with the inference operator could not be trained
         result: Tensor = _operators._fused_moe.default(*layer, True)[0]
     else:
         result = _operators._fused_moe_inference.default(*layer)
@@ -169,8 +173,8 @@ def _refuse_out_with_gradient(out: Tensor | None, *, is_needed: bool) -> None:
 
 
 def _weigh_input(layer: Layer, out: Tensor | None) -> Tensor:
-    """Each slot becomes a token of its own, x times its weight, with one expert and weight 1; then a token's slots are added."""
-    if out is None:  # what is written to out= is never cast
+    """Each (token, expert) slot becomes a token, x times its weight, with one expert and weight 1; a token's slots are then summed."""
+    if out is None:  # with out=, nothing is cast
         names = ("x", "w13", "w2", "b13", "b2", "shared")
         casted = autocasted(*(getattr(layer, name) for name in names))
         layer = layer._replace(**dict(zip(names, casted, strict=True)))
@@ -251,18 +255,19 @@ def topk_route(
 
     Args:
         logits: [T, E], float16, bfloat16 or float32, 1 <= E <= 1024; computed in float32.
-        k: experts of a token, 1 to 32.
-        scoring: "softmax" over all experts, of which the top k (Qwen3, Mixtral); "topk_softmax" over the top k logits alone
+        k: the number of experts per token, 1 to 32.
+        scoring: "softmax" over all experts, then the top k (Qwen3, Mixtral); "topk_softmax" over only the top k logits
             (gpt-oss); "sigmoid" of each logit (DeepSeek-V3).
-        bias: [E] float32, added for the choice alone; with "topk_softmax" to the logits.
-        groups, topk_groups: the experts form ``groups`` groups of equal size, at most 32, of which the best ``topk_groups`` can be
-            chosen from: by the sum of their two largest scores with "sigmoid" (DeepSeek-V3), else by their largest (DeepSeek-V2).
+        bias: [E] float32, added only for the choice; with "topk_softmax" added to the logits.
+        groups, topk_groups: the experts form ``groups`` groups of equal size, at most 32, and only experts of the best ``topk_groups``
+            can be chosen. Groups are ranked by the sum of their two largest scores with "sigmoid" (DeepSeek-V3), otherwise by their
+            largest score (DeepSeek-V2).
         renormalize: divide a token's weights by their sum.
-        scale: multiplies the weights at the end.
-        return_counts: also return how many tokens chose each expert, for a load-balancing loss (see :class:`flashmoe.MoE`).
+        scale: multiplies the final weights.
+        return_counts: also return the number of tokens that chose each expert, for a load-balancing loss (see :class:`flashmoe.MoE`).
 
     Returns:
-        weights float32 [T, k] and ids int32 [T, k], the largest score first, of equal ones the lower id; with
+        weights float32 [T, k] and ids int32 [T, k], in order of decreasing score, the lower id first for equal scores; with
         ``return_counts`` also counts int32 [E]. The gradient of weights goes to logits (and, with "topk_softmax", to bias).
 
     Raises:
@@ -275,7 +280,7 @@ def topk_route(
         keywords.refuse("topk_route", misspelt, _ROUTE_ARGUMENTS)
     check_flag("renormalize", renormalize)
     check_flag("return_counts", return_counts)
-    if bool in (type(k), type(groups), type(topk_groups)):  # which the dispatcher would take for a number
+    if bool in (type(k), type(groups), type(topk_groups)):  # the dispatcher would take a bool for a number
         for name, value in (("k", k), ("groups", groups), ("topk_groups", topk_groups)):
             errors.check_integer(name, 1 if value is None else value)
     if type(scale) is not float and not is_compiling():
@@ -295,16 +300,16 @@ def topk_route(
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Products of groups of rows with one matrix each, as ``torch.nn.functional.grouped_mm``; differentiable.
+    """Multiplies each group of rows by its own matrix, like ``torch.nn.functional.grouped_mm``; differentiable.
 
     Args:
-        a: [M, K], rows sorted by group, float16 or bfloat16 (on the CPU also float32); or [N, M], whose columns are.
+        a: [M, K], rows sorted by group, float16 or bfloat16 (on the CPU also float32); or [N, M] with columns sorted by group.
         b: [E, K, N], contiguous or transposed; or [M, K], for the second form of a.
-        offsets: int32 [E], the end of each group's rows: ascending, at most M, of any alignment. The host does not read them.
+        offsets: int32 [E], the end of each group's rows: ascending, at most M, with any alignment. The host does not read them.
 
     Returns:
-        [M, N] with a[row] b[e] in e's rows, and zeros in rows past the last end; or for the second form [E, N, K], the product
-        of e's columns of a and rows of b, zeros for a group without rows. On a GPU K and N are multiples of 8.
+        [M, N] with a[row] b[e] in group e's rows, and zeros in rows past the last end; or for the second form [E, N, K], the product
+        of group e's columns of a and rows of b, zeros for a group without rows. On a GPU K and N must be multiples of 8.
 
     Raises:
         ShapeError, DtypeError, DeviceError: an argument breaks a rule above; the message says which.

@@ -1,14 +1,14 @@
 """Gradients, vmap and torch.func for the operators of a mixture-of-experts layer.
 
-``_fused_moe`` keeps for its backward pass x, the preactivation [slots, 2I] and the sort, nothing else: the activation is computed
-again. ``_fused_moe_inference`` and ``_fused_moe_out`` compute the same, keep nothing and have no gradient.
+``_fused_moe`` saves only x, the preactivation [slots, 2I] and the sort for its backward pass: the activation is recomputed.
+``_fused_moe_inference`` and ``_fused_moe_out`` compute the same, save nothing and have no gradient.
 
-Of routing, with l a token's logits, c the chosen experts, g the gradient of their weights times scale, the gradients of l are
+For routing, with l a token's logits, c the chosen experts, and g the gradient of their weights times scale, the gradients of l are
     softmax                  p (g' - sum(g p_c)), p = softmax(l), g' = g at c and 0 elsewhere
     softmax, renormalised    q (g - sum(g q)) at c, q = softmax(l_c); topk_softmax the same, renormalised or not
     sigmoid                  g s (1 - s) at c, s = sigmoid(l_c)
     sigmoid, renormalised    the same with (g - sum(g w)) / sum(s) in place of g, w = s / sum(s)
-The choice itself has none, nor has a bias that is added for the choice alone.
+The choice itself has no gradient, nor has a bias that is added only for the choice.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _NOT_BATCHED = (
     "flashmoe.fused_moe takes no is_grads_batched=True; ask for one gradient at a time, or use torch.vmap over the function of "
     "torch.func.vjp"
 )
-# Cast by autocast. topk_weights may stay float32.
+# The arguments that autocast casts. topk_weights may stay float32.
 CAST = tuple(Layer._fields.index(name) for name in ("x", "w13", "w2", "b13", "b2", "shared"))
 
 
 def refuse_tangents(function: str, *arguments: Any) -> None:
-    """Raise where a forward-mode derivative is being computed through one of the arguments, which would be lost."""
-    if forward_ad._current_level < 0:  # no dual level is open: the usual case, before anything else is looked at
+    """Raise if a forward-mode derivative is being computed through one of the arguments, because it would be lost."""
+    if forward_ad._current_level < 0:  # no dual level is open: the usual case, decided first
         return
     if has_tangent(*(argument for argument in arguments if isinstance(argument, Tensor))):
         raise DifferentiationError(_NO_FORWARD_MODE.format(function))
 
 
 def one_by_one(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule for vmap: one call for each element of the mapped dimension."""
+    """A rule for vmap: one call per element of the mapped dimension."""
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *values: Any) -> tuple[Any, Any]:
         found = [
@@ -75,12 +75,12 @@ def keep_for_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def layer_gradient(ctx: Any, grad_out: Tensor | None, *_: Any) -> Gradients:
-    """For the arguments of ``_fused_moe``, None where none is needed."""
+    """The gradients for the arguments of ``_fused_moe``, None where not needed."""
     return _layer_gradient(_layer_backward, ctx, grad_out)
 
 
 def _layer_gradient(backward: Callable[..., Gradients], ctx: Any, grad_out: Tensor | None) -> Gradients:
-    """By ``_fused_moe_backward``, or what does its work under torch.func."""
+    """``backward``: ``_fused_moe_backward``, or its replacement under torch.func."""
     if grad_out is None:
         return (None,) * len(ctx.needs_input_grad)
     needed = Layer(*ctx.needs_input_grad[:-1])
@@ -94,24 +94,24 @@ def _layer_gradient(backward: Callable[..., Gradients], ctx: Any, grad_out: Tens
             raise ArgumentError(msg)
         found = dict(zip(GRADIENTS, backward(grad_out, *ctx.saved_tensors, *ctx.words, needs), strict=True))
     dweights = found.get("topk_weights")
-    if dweights is not None:  # without tokens k is not known
+    if dweights is not None:  # without tokens, the operator cannot know k
         found["topk_weights"] = dweights.to(ctx.weights_dtype).reshape(grad_out.shape[0], ctx.top_k)
     if needed.shared:
         found["shared"] = grad_out
     return (*(found.get(name) for name in Layer._fields), None)
 
 
-# Whether the graph that autograd runs is kept for another pass; True outside a pass.
+# Whether the graph that autograd runs is kept for another backward pass; True outside a backward pass.
 _keeps_graph: Callable[[], bool] = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-# Whether several gradients are asked for at once, by torch.autograd.grad(is_grads_batched=True).
+# Whether several gradients are requested at once, by torch.autograd.grad(is_grads_batched=True).
 _is_batched: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda _: False)
 
 
 def _layer_backward(grad_out: Tensor, *arguments: Any) -> Gradients:
-    """In the graph's last pass the gradient of the preactivation overwrites it: [slots, 2I] less memory on a GPU."""
+    """In the graph's last backward pass the preactivation's gradient overwrites the preactivation: saves [slots, 2I] of memory on a GPU."""
     operators = torch.ops.flashmoe
     is_eager = type(grad_out) is Tensor  # a compiler's tensors have other types
-    if is_eager and _is_batched(grad_out):  # for which torch finds no rule of ours
+    if is_eager and _is_batched(grad_out):  # for these torch does not find our vmap rule
         raise DifferentiationError(_NOT_BATCHED)
     consumes = is_eager and not _keeps_graph()
     call = operators._fused_moe_backward_consuming if consumes else operators._fused_moe_backward
@@ -124,7 +124,7 @@ def refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
 
 
 def vmap_layer(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Tensor, int]:
-    """The mapped dimension becomes more tokens where the weights are shared; else one call for each."""
+    """The mapped dimension becomes more tokens if the weights are shared; otherwise one call per element."""
     layer, dims, size = Layer(*arguments), Layer._make(in_dims), info.batch_size
     if any(dim is not None for dim in (dims.w13, dims.w2, dims.b13, dims.b2, dims.expert_map)):
         result: tuple[Tensor, int] = one_by_one(torch.ops.flashmoe._fused_moe_inference.default)(
@@ -142,7 +142,7 @@ def layer_under_transforms(layer: Layer) -> Tensor:
     if not torch.is_grad_enabled():  # torch.func.grad enables it
         only: Tensor = torch.ops.flashmoe._fused_moe_inference.default(*layer)
         return only
-    given = list(layer)  # cast here, so that what is kept for the backward pass has one dtype
+    given = list(layer)  # cast here, so that everything saved for the backward pass has one dtype
     for index, tensor in zip(CAST, autocasted(*(given[index] for index in CAST)), strict=True):
         given[index] = tensor
     result: Tensor = _transformed_layer(*given, True)[0]
@@ -164,12 +164,12 @@ def _backward_under_transforms(*arguments: Any) -> Gradients:
 
 
 def _needed_gradients(*arguments: Any) -> tuple[Tensor, ...]:
-    """``_fused_moe_backward`` without the gradients that nobody needs."""
+    """``_fused_moe_backward`` without the entries for gradients that are not needed."""
     found = torch.ops.flashmoe._fused_moe_backward.default(*arguments)
     return tuple(gradient for gradient in found if gradient is not None)
 
 
-# What is kept for a backward pass belongs to one sort, hence one call for each element of a mapped dimension.
+# The tensors saved for a backward pass belong to one sort, hence one call per element of a mapped dimension.
 _transformed_layer: Callable[..., Any] = function_under_transforms(
     _layer_kept,
     keep_for_layer,
@@ -190,7 +190,7 @@ _transformed_backward: Callable[..., Any] = function_under_transforms(
 
 
 def call_route(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``topk_route``, under torch.func's transforms too."""
+    """``topk_route``, including under torch.func's transforms."""
     if not is_compiling() and transforms_are_active():
         result: tuple[Tensor, Tensor, Tensor] = _transformed_route(*arguments)
         return result
@@ -207,7 +207,7 @@ def keep_for_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def route_gradient(ctx: Any, grad_weights: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    """Of logits, and of a bias that is part of them (topk_softmax); in torch's operators, so it has derivatives itself."""
+    """The gradients of logits, and of a bias added to them (topk_softmax); in torch's operators, so they can be differentiated again."""
     if grad_weights is None:
         return (None,) * len(Routing._fields)
     logits, bias, ids = ctx.saved_tensors
@@ -242,7 +242,7 @@ def _gradient_of_scores(grad: Tensor, scores: Tensor, ids: Tensor, scoring: str,
 def vmap_route(
     info: Any, in_dims: tuple[int | None, ...], *arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The mapped dimension becomes more tokens, whose choices are counted apart again. A mapped bias: one call for each."""
+    """The mapped dimension becomes more tokens, whose choices are counted separately again. A mapped bias: one call per element."""
     if in_dims[3] is not None:
         result: tuple[tuple[Tensor, ...], tuple[int, ...]] = one_by_one(call_route)(info, in_dims, *arguments)
         return result
@@ -262,11 +262,11 @@ _transformed_route = function_under_transforms(
 )
 
 
-# Grouped products. Each one's gradients are calls of the two.
+# Grouped products. The gradients of each form are calls of the two forms.
 
 
 def call_grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """The operator for b's rank, under torch.func's transforms too."""
+    """The operator for b's rank, including under torch.func's transforms."""
     is_2d = getattr(b, "ndim", 3) == 2
     if not is_compiling() and transforms_are_active():
         result: Tensor = (_transformed_2d2d if is_2d else _transformed_grouped)(*autocasted(a, b), offsets)
@@ -288,7 +288,7 @@ def grouped_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | No
 
 
 def grouped_2d2d_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    """grad [E, N, K]: a's columns of e have the gradient grad[e] b[row], b's rows a[:, row] grad[e]."""
+    """grad [E, N, K]: group e's columns of a have the gradient grad[e] b[row], b's rows a[:, row] grad[e]."""
     a, b, offsets = ctx.saved_tensors
     da = call_grouped(b, grad.mT, offsets).mT if ctx.needs_input_grad[0] else None
     db = call_grouped(a.mT, grad, offsets) if ctx.needs_input_grad[1] else None

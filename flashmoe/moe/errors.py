@@ -1,6 +1,6 @@
-"""Why a call failed. C++ decides about values (rules.py explains them); here stand the types, which C++ cannot see.
+"""Why a call failed. C++ checks values (rules.py explains them); this module checks types, which C++ cannot see.
 
-An eager call runs nothing of this while its arguments have the usual types.
+An eager call runs none of this if its arguments have the usual types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WORDS = {"activation": ACTIVATIONS, "layout": LAYOUTS, "scoring": SCORINGS}
 
 
 def raise_cause(error: Exception, operator: str, arguments: Iterable[Any]) -> None:
-    """Raise the typed error for what ``operator`` refuses in these arguments; return where that is nothing of ours."""
+    """Raise the typed error for what ``operator`` rejects in these arguments; return if flashmoe has no explanation."""
     if isinstance(error, (FlashmoeError, torch.OutOfMemoryError)):
         return
     arguments = tuple(arguments)
@@ -37,14 +37,14 @@ def raise_cause(error: Exception, operator: str, arguments: Iterable[Any]) -> No
 
 
 def check(operator: str, arguments: Iterable[Any]) -> None:
-    """Raise the typed error that calling ``operator`` would end in; nothing is computed."""
+    """Raise the typed error that calling ``operator`` would raise; nothing is computed."""
     arguments = tuple(arguments)
     check_types(operator, arguments)
     rules.check(operator, arguments)
 
 
 def check_types(operator: str, arguments: Iterable[Any]) -> None:
-    """Raise for the first argument that is not of the type that the operator's schema says."""
+    """Raise for the first argument whose type is not the one in the operator's schema."""
     schema = getattr(torch.ops.flashmoe, operator).default._schema
     for argument, value in zip(schema.arguments, arguments, strict=True):
         kind, name = str(argument.type), argument.name

@@ -1,4 +1,4 @@
-"""Results without data: the shapes, dtypes and strides that the compiled operators allocate; and how many operations they take."""
+"""Results without data: the shapes, dtypes and strides that the compiled operators allocate; and their flop counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def layer(*arguments: Any) -> Tensor:
 
 
 def layer_kept(*arguments: Any) -> tuple[Tensor, ...]:
-    """(out, preactivation, expert_offsets, row_slots, slot_rows, row_weights); but for out of size 0 without ``keep``."""
+    """(out, preactivation, expert_offsets, row_slots, slot_rows, row_weights); without ``keep`` all except out have size 0."""
     *given, keep = arguments
     call, out = Layer(*given), layer(*given)
     experts, inner = call.w2.shape[0], call.w2.shape[1 if call.transposed else 2]
@@ -58,7 +58,7 @@ def layer_backward(
     transposed: bool,
     needs: int,
 ) -> Gradients:
-    """The gradients that ``needs`` asks for, contiguous; None for the others."""
+    """The gradients whose bits are set in ``needs``, contiguous; None for the others."""
     tokens, hidden = x.shape
     experts, both = w2.shape[0], preactivation.shape[1]
     top_k = row_slots.shape[0] // tokens if tokens > 0 else 1
@@ -104,7 +104,7 @@ def scaled_kept(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def scaled_backward(*arguments: Any) -> Gradients:
-    """The gradients that ``needs`` asks for, contiguous; None for the others."""
+    """The gradients whose bits are set in ``needs``, contiguous; None for the others."""
     check("_fused_moe_scaled_backward", arguments)
     _, x, _, w2, _, _, preactivation, _, row_slots, *_, needs = arguments
     (tokens, hidden), (experts, inner, _) = x.shape, w2.shape
@@ -117,7 +117,7 @@ def scaled_backward(*arguments: Any) -> Gradients:
 
 
 def quantized_weights(weights: Tensor) -> tuple[Tensor, ...]:
-    """e4m3 values and float32 scales, and the same of the transpose."""
+    """e4m3 values and float32 scales, of the weights and of their transpose."""
     check("_quantize_weights", (weights,))
     experts, n, k = weights.shape
     values = weights.new_empty((experts, n, k), dtype=torch.float8_e4m3fn)
@@ -157,11 +157,11 @@ def grouped_2d2d(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return a.new_empty((offsets.shape[0], a.shape[0], b.shape[1]))
 
 
-# Operations, of arguments that have shapes in place of tensors; two for a multiply-add.
+# Flop counts, from shapes in place of tensors; a multiply-add counts as two.
 
 
 def layer_flops(*arguments: Any, **_: Any) -> int:
-    """Gate, up and down for every slot."""
+    """Gate, up and down for every (token, expert) slot."""
     call: Any = Layer(*arguments[: len(Layer._fields)])
     return 3 * _product(call.topk_ids[0] * call.topk_ids[1], call.w2)
 
@@ -171,7 +171,7 @@ def layer_into_flops(out: Any, *arguments: Any, **_: Any) -> int:
 
 
 def layer_backward_flops(grad_out: Any, x: Any, w13: Any, w2: Shape, *arguments: Any, **_: Any) -> int:
-    """dz takes one product, dx and dw13 two each, dw2 one."""
+    """dz takes one product; dx and dw13 take two products' worth each, dw2 one."""
     row_slots, needs = arguments[4], arguments[10]
     needed = {name for bit, name in enumerate(GRADIENTS) if needs >> bit & 1}
     products = 2 * len(needed & {"x", "w13"}) + len(needed & {"w2"})
@@ -179,7 +179,7 @@ def layer_backward_flops(grad_out: Any, x: Any, w13: Any, w2: Shape, *arguments:
 
 
 def _product(slots: int, w2: Shape) -> int:
-    """One product of all rows with [H, I] matrices."""
+    """The flops of multiplying all rows by [H, I] matrices once."""
     return 2 * slots * w2[1] * w2[2]
 
 
@@ -189,7 +189,7 @@ def scaled_flops(*arguments: Any, **_: Any) -> int:
 
 
 def scaled_backward_flops(grad_out: Any, x: Any, w13: Any, w2: Shape, *arguments: Any, **_: Any) -> int:
-    """s takes one product, dx and dw13 two each, dw2 one."""
+    """s takes one product; dx and dw13 take two products' worth each, dw2 one."""
     row_slots, needs = arguments[4], int(arguments[8])
     return (1 + 2 * (needs & 1) + (needs & 2) + (needs >> 2 & 1)) * _product(row_slots[0], w2)
 
@@ -199,7 +199,7 @@ def mxfp4_flops(*arguments: Any, **_: Any) -> int:
     if call.w13_scale is None:  # packed blocks of 64 by 64
         experts, rows, columns, _ = call.w2
         return 3 * _product(call.topk_ids[0] * call.topk_ids[1], (experts, SIDE * rows, SIDE * columns))
-    return 6 * _product(call.topk_ids[0] * call.topk_ids[1], call.w2)  # two codes in a byte
+    return 6 * _product(call.topk_ids[0] * call.topk_ids[1], call.w2)  # two codes per byte
 
 
 def grouped_flops(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
@@ -207,5 +207,5 @@ def grouped_flops(a: Shape, b: Shape, *_: Any, **__: Any) -> int:
 
 
 def no_flops(*_: Any, **__: Any) -> int:
-    """No matrix product."""
+    """For operators without matrix products."""
     return 0

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer as an ``nn.Module``: a router, experts and, if wanted, an expert for all tokens."""
+"""A mixture-of-experts layer as an ``nn.Module``: a router, experts and, optionally, a shared expert for all tokens."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class MoE(nn.Module):
 
     Args:
         dim: H, size of the last dimension of the input and of the output.
-        intermediate: I, the experts' inner size. On a GPU both are multiples of 8.
-        experts, top_k: how many there are, at most 1024, and how many of them each token takes, at most 32.
-        shared_intermediate: inner size of an expert that every token takes, with weight 1; 0: there is none.
+        intermediate: I, the experts' inner size. On a GPU dim and intermediate must be multiples of 8.
+        experts, top_k: the number of experts, at most 1024, and how many of them each token uses, at most 32.
+        shared_intermediate: inner size of a shared expert that every token uses, with weight 1; 0 for none.
         bias: whether experts (w13 and w2) and the router have biases.
-        selection_bias: a buffer float32 [experts] that is added to the scores for the choice alone, for balancing without an
+        selection_bias: a buffer float32 [experts] that is added to the scores only for the choice, for balancing without an
             auxiliary loss; not with scoring "topk_softmax", where the router's bias does that.
         scoring, groups, topk_groups, renormalize, scale: see :func:`flashmoe.topk_route`.
         activation, layout, transposed, weights_on_input, precision: see :func:`flashmoe.fused_moe`.
@@ -36,8 +36,8 @@ class MoE(nn.Module):
     Parameters (names are stable): router.weight [E, H] and router.bias [E]; w13 [E, 2I, H], w2 [E, H, I] (transposed: [E, H, 2I],
     [E, I, H]), b13 [E, 2I], b2 [E, H]; shared_w13 [2S, H] and shared_w2 [H, S], gate and up in ``layout``'s order.
 
-    Raises ArgumentError for sizes that do not fit together, ArgumentTypeError for one that is no integer and for flags that
-    are no bool, DtypeError for a dtype that no kernel takes.
+    Raises ArgumentError for sizes that do not fit together, ArgumentTypeError for a size that is not an integer or a flag that is
+    not a bool, DtypeError for a dtype without kernels.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def _check_options(self) -> None:
-        """As the operators check them, of no token."""
+        """Checks the options with the operators' own checks, on meta tensors with no tokens."""
         logits, x = (torch.empty(0, size, device="meta") for size in (self.experts, self.dim))
         w13 = torch.empty(self.experts, 2 * self.intermediate, self.dim, device="meta")
         w2 = torch.empty(self.experts, self.dim, self.intermediate, device="meta")
@@ -115,7 +115,7 @@ class MoE(nn.Module):
             raise ArgumentError(str(error)) from None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
-        """The selection bias moves to other devices, and stays float32: 16 bits would lose the steps that balance."""
+        """The selection bias moves to other devices but stays float32: in 16 bits, the small steps that balance experts would be lost."""
         before = self.selection_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if before is not None and self.selection_bias is not None and self.selection_bias.dtype is not before.dtype:
@@ -123,7 +123,7 @@ class MoE(nn.Module):
         return self
 
     def reset_parameters(self) -> None:
-        """As nn.Linear: uniform in +-1 / sqrt(fan in)."""
+        """Like nn.Linear: uniform in +-1 / sqrt(fan in)."""
         self.router.reset_parameters()
         for parameters, fan_in in (
             ((self.w13, self.b13, self.shared_w13), self.dim),
@@ -135,10 +135,10 @@ class MoE(nn.Module):
                     nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
 
     def forward(self, x: Tensor, *, return_loss: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """The layer's result for ``x`` [..., dim]; of the same shape.
+        """The layer's result for ``x`` [..., dim], in the same shape.
 
         With ``return_loss`` also the load-balancing loss of this call, a float32 scalar (see :func:`load_balancing_loss`), to be
-        added to the model's loss, times 0.001 to 0.01. Raises ShapeError, and what fused_moe and topk_route raise.
+        added to the model's loss with a factor of 0.001 to 0.01. Raises ShapeError and the errors of fused_moe and topk_route.
         """
         if not isinstance(x, Tensor):
             msg = f"x must be a torch.Tensor [..., {self.dim}]; found {type(x).__name__}"
@@ -146,7 +146,7 @@ class MoE(nn.Module):
         check_flag("return_loss", return_loss)
         if _get_tracing_state() is None and (
             x.dim() < 1 or x.shape[-1] != self.dim
-        ):  # a tracer takes a check for a choice
+        ):  # a tracer would take the check for a branch
             msg = f"x must be [..., {self.dim}]; found {shape_of(x)}; reshape it, or make the layer with another dim"
             raise ShapeError(msg)
         if _get_tracing_state() is None:
@@ -200,11 +200,11 @@ class MoE(nn.Module):
 
 
 def load_balancing_loss(scores: Tensor, counts: Tensor, top_k: int) -> Tensor:
-    """E * sum over experts of (share of the choices) * (mean score), of Fedus et al., Switch Transformers, equation 4.
+    """E * sum over experts of (share of the choices) * (mean score): Fedus et al., Switch Transformers, equation 4.
 
-    scores [T, E], of each token for each expert, before the choice (sigmoid scores are divided by their sum); counts [E], from
-    topk_route(..., return_counts=True). 1 where all experts are chosen alike; its gradient goes through the scores. Sum it over
-    layers; average counts and scores over data-parallel ranks first for a loss over the whole batch.
+    scores [T, E]: each token's score for each expert, before the choice (sigmoid scores are divided by their sum); counts [E] from
+    topk_route(..., return_counts=True). 1 if all experts are chosen equally often; its gradient goes through the scores. Sum it over
+    layers. For a loss over a batch that is split over data-parallel ranks, average counts and scores over the ranks first.
     """
     tokens, experts = scores.shape
     shares = counts.float() / max(1, tokens * top_k)

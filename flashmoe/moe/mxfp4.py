@@ -1,7 +1,7 @@
-"""The layer with weights of 4 bits (mxfp4, OCP Microscaling Formats 1.0): e2m1 codes, two in a byte, and a power of two for each 32.
+"""The layer with 4-bit weights (mxfp4, OCP Microscaling Formats 1.0): e2m1 codes, two per byte, and a power of two for each 32.
 
-A GPU's kernels make bfloat16 of a weight where they multiply with it; the CPU writes the bfloat16 weights of the experts that have a
-token. Either result is that of the bfloat16 layer on :func:`dequantize`d weights, bit for bit. There is no gradient.
+The GPU kernels convert weights to bfloat16 as they multiply; the CPU writes out the bfloat16 weights of the experts that have
+tokens. Both results equal those of the bfloat16 layer on :func:`dequantize`d weights, bit for bit. There is no gradient.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flashmoe.moe.scaled import refuse_gradients
 from flashmoe.rules import check
 
 BLOCK = 32  # values of a row with one scale
-_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 to 7; bit 3 is the sign
+_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of codes 0 to 7; bit 3 is the sign
 CAST = tuple(Mxfp4Layer._fields.index(name) for name in ("x", "b13", "b2", "shared"))  # by autocast
 
 
 def is_mxfp4(layer: Layer, scales: Scales) -> bool:
-    """Whether a call is meant for this module: codes or scales are bytes."""
+    """Whether this module handles the call: codes or scales are bytes."""
     tensors = (layer.w13, layer.w2, scales.w13, scales.w2)
     return any(getattr(tensor, "dtype", None) is torch.uint8 for tensor in tensors)
 
@@ -68,7 +68,7 @@ def _check_packed(packed: list[bool], scales: Scales) -> None:
 
 
 def _flat(weights: Any) -> Any:
-    """[E, n, k / 2] of a checkpoint's blocks [E, n, k / 32, 16], a view."""
+    """[E, n, k / 2], a view of a checkpoint's blocks [E, n, k / 32, 16]."""
     is_blocks = isinstance(weights, Tensor) and weights.dim() == 4 and weights.shape[3] == BLOCK // 2
     return weights.flatten(2) if is_blocks else weights
 
@@ -87,14 +87,14 @@ def _compute(call: Mxfp4Layer) -> Tensor:
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16 [..., k] of codes uint8 [..., k / 2], the first of two in the low four bits, and scales uint8 [..., k / 32].
+    """bfloat16 [..., k] from uint8 codes [..., k / 2], two per byte, the first in the low four bits, and uint8 scales [..., k / 32].
 
-    A code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; a scale b stands for 2^(b - 127), 255 for NaN (OCP Microscaling Formats
-    1.0). Exact, but for what bfloat16 cannot hold: magnitudes of 2^128 and more become infinite.
+    A code is a sign and one of 0, 0.5, 1, 1.5, 2, 3, 4, 6; a scale b means 2^(b - 127), 255 means NaN (OCP Microscaling Formats
+    1.0). Exact, except for what bfloat16 cannot hold: magnitudes of 2^128 and more become infinite.
     """
     table = torch.tensor((*_NUMBERS, *(-number for number in _NUMBERS)), dtype=torch.bfloat16, device=codes.device)
     values = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), -1).flatten(-2)
-    bits = torch.where(scales == 0, 1 << 22, scales.to(torch.int32) << 23)  # of float32; 2^-127 is subnormal
+    bits = torch.where(scales == 0, 1 << 22, scales.to(torch.int32) << 23)  # of a float32; 2^-127 is subnormal
     powers = bits.view(torch.float32).masked_fill(scales == 255, torch.nan)
     weights: Tensor = (values.unflatten(-1, (-1, BLOCK)) * powers.unsqueeze(-1)).to(torch.bfloat16).flatten(-2)
     return weights

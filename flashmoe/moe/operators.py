@@ -36,7 +36,7 @@ OPERATORS = (
         fake=fake.scaled,
         flops=fake.scaled_flops,
         autocast=scaled.CAST,
-        # Looked up when it is called: a library that lacks the operator is to be told of in words.
+        # Looked up when called, so that a library without the operator fails with a clear error.
         vmap=autograd.one_by_one(lambda *given: torch.ops.flashmoe._fused_moe_scaled.default(*given)),  # noqa: PLW0108
     ),
     Operator(

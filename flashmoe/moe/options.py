@@ -1,4 +1,4 @@
-"""What can be said about a mixture-of-experts layer: words and limits, and the operators' arguments by name."""
+"""The options of a mixture-of-experts layer: allowed words and limits, and the operators' arguments by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layer(NamedTuple):
     transposed: bool
 
     def requires_grad(self) -> bool:
-        """Whether autograd wants the gradient of one of the tensors that have one."""
+        """Whether autograd needs the gradient of any of the tensors that can have one."""
         tensors = (self.x, self.w13, self.w2, self.topk_weights, self.b13, self.b2, self.shared)
         return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
@@ -55,7 +55,7 @@ class ScaledLayer(NamedTuple):
 
 
 class Mxfp4Layer(NamedTuple):
-    """The arguments of ``_fused_moe_mxfp4``; without scales the weights are packed."""
+    """The arguments of ``_fused_moe_mxfp4``; if the scales are None, the weights are packed."""
 
     x: Tensor
     w13: Tensor
@@ -73,7 +73,7 @@ class Mxfp4Layer(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The scales of tensors of 8 and 4 bits, None for those that have none."""
+    """The scales of 8-bit and 4-bit tensors, None for tensors without scales."""
 
     w13: Tensor | None
     w2: Tensor | None

@@ -1,4 +1,4 @@
-"""What the rules for a mixture-of-experts layer are told as; csrc/moe/host/arguments.cpp decides, by these names (see flashmoe/rules.py)."""
+"""The messages for a mixture-of-experts layer's argument rules; csrc/moe/host/arguments.cpp checks them, by these names (see flashmoe/rules.py)."""
 
 from __future__ import annotations
 

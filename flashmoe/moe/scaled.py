@@ -1,8 +1,8 @@
-"""The layer with e4m3 weights, which have a scale for each 128 by 128 of them, and activations with one for each 128 of a row.
+"""The layer with e4m3 weights, which have a scale per 128 by 128 block, and activations with a scale per 128 values of a row.
 
-``_fused_moe_scaled`` is the compiled operator, for GPUs that have its kernels. ``_fused_moe_scaled_torch`` computes the same in
-torch's operators, on the CPU and other GPUs: both quantise x (unless it comes quantised) and, between the two products, the
-activation; sums are float32 and each row's result is rounded to the output's dtype before a token's rows are added up in float32.
+``_fused_moe_scaled`` is the compiled operator, for GPUs that have its kernels. ``_fused_moe_scaled_torch`` computes the same with
+torch's operators, on the CPU and other GPUs: both quantise x (unless it is already quantised) and, between the two products, the
+activation; sums are float32, and each row's result is rounded to the output's dtype before a token's rows are summed in float32.
 Neither has a gradient.
 """
 
@@ -23,10 +23,10 @@ from flashmoe.moe.fake import output_dtype
 from flashmoe.moe.options import Layer, ScaledLayer, Scales
 from flashmoe.rules import check
 
-BLOCK = 128  # values of a row with one scale; of weights, so many rows as well
+BLOCK = 128  # values of a row per scale; for weights also rows per scale
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-_LEAST = 2.0**-100  # of a block's largest magnitude, so that zeros have a scale too
+_LEAST = 2.0**-100  # lower bound of a block's largest magnitude, so that blocks of zeros have a scale too
 CAPABILITY = (9, 0)  # of the GPUs that have the kernels, which are arch-specific
 _EIGHT_BITS = frozenset(
     getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -35,12 +35,12 @@ SCHEMA = (
     "_fused_moe_scaled_torch(Tensor x, Tensor w13, Tensor w2, Tensor w13_scale, Tensor w2_scale, Tensor topk_weights, "
     "Tensor topk_ids, Tensor? x_scale, Tensor? expert_map, Tensor? shared, str activation) -> Tensor"
 )
-# Cast by autocast; x is left alone where it has 8 bits.
+# The arguments that autocast casts; an 8-bit x is left alone.
 CAST = tuple(ScaledLayer._fields.index(name) for name in ("x", "shared"))
 
 
 def is_scaled(layer: Layer, scales: Scales) -> bool:
-    """Whether a call is meant for this module: something has 8 bits, or there is a scale."""
+    """Whether this module handles the call: a tensor has 8 bits, or there is a scale."""
     if scales.w13 is not None or scales.w2 is not None or scales.x is not None:
         return True
     return any(getattr(tensor, "dtype", None) in _EIGHT_BITS for tensor in (layer.x, layer.w13, layer.w2))
@@ -88,7 +88,7 @@ def _compute(call: ScaledLayer) -> Tensor:
 
 
 def _why_torch(x: Any) -> str | None:
-    """Why torch computes the layer; None where there are kernels, and for what is no tensor at all."""
+    """Why torch computes the layer; None if there are kernels, or if x is not a tensor."""
     if not isinstance(x, Tensor):
         return None
     if x.device.type != "cuda":
@@ -100,7 +100,7 @@ def _why_torch(x: Any) -> str | None:
 
 
 def refuse_gradients(values: tuple[Any, ...], weights: str) -> None:
-    """``weights``: the format that has none, for the message."""
+    """Raise if a gradient is requested. ``weights``: the weights' format, for the message."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not torch.is_grad_enabled():
         return
@@ -117,20 +117,22 @@ def refuse_gradients(values: tuple[Any, ...], weights: str) -> None:
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """e4m3 values [rows, columns] and float32 scales [rows, columns / 128] of x; a row's last block may be shorter. A
-    block's scale is its largest magnitude / 448. NaN stays NaN, an infinity makes its block NaN."""
+    block's scale is its largest magnitude / 448. NaN stays NaN; an infinity makes its block NaN."""
     columns = x.shape[1]
     padded = torch.nn.functional.pad(x.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
     magnitudes = padded.abs()
     largest = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(-1, keepdim=True)
-    scales = largest.clamp(min=_LEAST) * (1.0 / LARGEST)  # which torch on a GPU makes of a division anyway
+    scales = largest.clamp(min=_LEAST) * (
+        1.0 / LARGEST
+    )  # on a GPU torch turns a division by a constant into this product anyway
     scaled = padded * (1.0 / scales)
-    # Rounding may lift the largest a little over 448, which torch's conversion would make NaN on some devices.
+    # Rounding may lift the largest value slightly over 448, which torch's conversion turns into NaN on some devices.
     values = scaled.clamp(-LARGEST, LARGEST).flatten(1)[:, :columns].to(E4M3)
     return values, scales.squeeze(-1)
 
 
 def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """What stands between an expert's two products, in torch's operators; see :func:`flashmoe.fused_moe`."""
+    """The activation between an expert's two products, in torch's operators; see :func:`flashmoe.fused_moe`."""
     if activation == "swiglu":
         return functional.silu(gate) * up
     if activation == "reglu":
@@ -142,18 +144,18 @@ def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def dequantize_rows(values: Tensor, scales: Tensor) -> Tensor:
-    """float32 of [rows, columns] with [rows, ceil(columns / 128)]."""
+    """float32 of values [rows, columns] with scales [rows, ceil(columns / 128)]."""
     return values.float() * scales.repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
 
 
 def dequantize_weights(values: Tensor, scales: Tensor) -> Tensor:
-    """float32 of one expert's [n, k] with [ceil(n / 128), ceil(k / 128)]."""
+    """float32 of one expert's values [n, k] with scales [ceil(n / 128), ceil(k / 128)]."""
     wide = scales.repeat_interleave(BLOCK, 0)[: values.shape[0]]
     return dequantize_rows(values, wide)
 
 
 def in_torch(*arguments: Any) -> Tensor:
-    """``_fused_moe_scaled_torch``; only weights of experts that somebody chose are looked at. Reads ids on the host."""
+    """``_fused_moe_scaled_torch``; reads only the weights of experts that were chosen. Reads ids on the host."""
     check("_fused_moe_scaled_torch", arguments)
     call = ScaledLayer(*arguments)
     x, ids, experts = call.x, call.topk_ids.long(), call.w13.shape[0]
@@ -181,6 +183,6 @@ def in_torch(*arguments: Any) -> Tensor:
 
 
 def call_in_torch(*arguments: Any) -> Tensor:
-    """The operator of :func:`in_torch`, which other transforms may see."""
+    """Calls the operator of :func:`in_torch`, so that other transforms see it."""
     result: Tensor = torch.ops.flashmoe._fused_moe_scaled_torch.default(*arguments)
     return result

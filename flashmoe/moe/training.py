@@ -1,15 +1,15 @@
 """Training in 8 bits: ``fused_moe(..., precision="fp8")``, whose weights stay in bfloat16.
 
-All six products of a step have e4m3 operands and float32 sums. With q a block's numbers over its scale, largest magnitude / 448:
+All six products of a step have e4m3 operands and float32 sums. q divides a block's values by its scale, largest magnitude / 448:
 
-    z = q(x) q(W13)^T, y = q(h) q(W2)^T        h = activation(z); x and h: a scale for 128 values of a row; weights: for 128 by 128
-    s = q(dout) q(W2), dx = q(dz) q(W13)       dout and dz: for 128 values of a row; z is kept in bfloat16
+    z = q(x) q(W13)^T, y = q(h) q(W2)^T        h = activation(z); x and h: a scale per 128 values of a row; weights: per 128 by 128
+    s = q(dout) q(W2), dx = q(dz) q(W13)       dout and dz: per 128 values of a row; z is saved in bfloat16
     dW13 = q'(dz)^T q"(x), dW2 = q'(dout)^T q"(w h)
-                                               over an expert's rows, 128 at a time: q' has a scale for 128 rows of a column, q" for
+                                               over an expert's rows, 128 at a time: q' has a scale per 128 rows of a column, q" per
                                                128 rows of 128 columns; w: the rows' router weights
 
-The operators have kernels on compute capability 9.0. ``kept``, ``backward`` and ``quantize_in_torch`` are the same in torch's operators,
-on the CPU and other GPUs.
+The operators have kernels on compute capability 9.0. ``kept``, ``backward`` and ``quantize_in_torch`` do the same with torch's
+operators, on the CPU and other GPUs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _CAST = ("x", "w13", "w2", "shared")
 
 
 class QuantizedWeights(NamedTuple):
-    """What :func:`flashmoe.quantize_weights` makes of weights [E, n, k]: float8_e4m3fn values and float32 scales [E, n / 128, k / 128];
-    and of their transpose, [E, k, n] and [E, k / 128, n / 128].
+    """The result of :func:`flashmoe.quantize_weights` for weights [E, n, k]: float8_e4m3fn values and float32 scales [E, n / 128, k / 128],
+    and the same of the transpose, [E, k, n] and [E, k / 128, n / 128].
     """
 
     values: Tensor
@@ -47,17 +47,17 @@ class QuantizedWeights(NamedTuple):
 
 
 def quantize_weights(weights: Tensor) -> QuantizedWeights:
-    """Experts' weights as the products of ``fused_moe(..., precision="fp8")`` take them: a scale for each 128 by 128, largest magnitude / 448.
+    """Quantises experts' weights for ``fused_moe(..., precision="fp8")``: one scale per 128 by 128 block, largest magnitude / 448.
 
-    Called once after each step of an optimizer, for all the calls before the next one (the parts of a batch, recomputed activations):
-    ``fused_moe(x, w13, w2, ..., precision="fp8", quantized=(quantize_weights(w13), quantize_weights(w2)))`` has the bits of the call
-    without ``quantized``, which does the same in every call. Nothing notices that weights have changed since.
+    Call it once after each optimizer step, for all forward calls until the next (micro-batches, activation recomputation):
+    ``fused_moe(x, w13, w2, ..., precision="fp8", quantized=(quantize_weights(w13), quantize_weights(w2)))`` returns the same bits as
+    without ``quantized``, which quantises in every call. Nothing detects that weights have changed since.
 
     Args:
         weights: bfloat16 [E, n, k], contiguous, n and k multiples of 128: w13 or w2. Under autocast to bfloat16 also float32.
 
     Returns:
-        values float8_e4m3fn [E, n, k], scales float32 [E, n / 128, k / 128], and both transposed: 2 bytes a weight. No gradient is recorded.
+        values float8_e4m3fn [E, n, k], scales float32 [E, n / 128, k / 128], and both transposed: 2 bytes per weight. No gradient is recorded.
 
     Raises:
         ShapeError, DtypeError, ArgumentTypeError: an argument breaks a rule above; the message says which.
@@ -116,7 +116,7 @@ def call_fp8(
 
 
 def _operator(name: str, x: Tensor) -> Any:
-    """The operator, or on a GPU without its kernels what does its work."""
+    """The operator, or its equivalent in torch's operators on a GPU without its kernels."""
     is_elsewhere = x.device.type == "cuda" and scaled._why_torch(x) is not None
     return _IN_TORCH[name] if is_elsewhere else getattr(torch.ops.flashmoe, name).default
 
@@ -151,12 +151,12 @@ def _given(layer: Layer, quantized: Any) -> tuple[QuantizedWeights, QuantizedWei
 
 
 def _quantized(weights: Tensor) -> QuantizedWeights:
-    """In every call: what gathers or updates weights need not count that it changed them (FSDP preserves version counters)."""
+    """Quantises in every call: code that gathers or updates weights need not bump their version counters (FSDP preserves them)."""
     return QuantizedWeights(*_run("_quantize_weights", weights.detach()))
 
 
 class _Layer(torch.autograd.Function):
-    """w13 and w2 are there for their gradients alone."""
+    """w13 and w2 are arguments only for their gradients."""
 
     @staticmethod
     def forward(ctx: Any, w13: Tensor, w2: Tensor, *given: Any) -> Tensor:
@@ -190,7 +190,7 @@ class _Layer(torch.autograd.Function):
         return tuple(found)
 
 
-# In torch's operators. An expert's rows are those of the sort.
+# The same in torch's operators. An expert's rows are those of the sort.
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,12 +208,12 @@ def quantize_in_torch(weights: Tensor) -> tuple[Tensor, ...]:
     check("_quantize_weights", (weights,))
     values, scales = zip(*(_quantize_tiles(one) for one in weights.unbind()), strict=True)
     both = torch.stack(values), torch.stack(scales)
-    # Never views: a single scale's transpose is contiguous as it is.
+    # Never views: the transpose of a single scale is already contiguous, so .contiguous() would return a view.
     return (*both, *(one.mT.clone(memory_format=torch.contiguous_format) for one in both))
 
 
 def _quantize_tiles(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 of [rows, columns] and float32 scales [rows / 128, columns / 128], one for each 128 by 128."""
+    """e4m3 values [rows, columns] and float32 scales [rows / 128, columns / 128] of x, one scale per 128 by 128."""
     rows, columns = x.shape
     tiles = x.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(1, 2)  # [., ., 128, 128]
     largest = tiles.abs().float().nan_to_num(nan=0.0, posinf=torch.inf).amax((2, 3), keepdim=True)
@@ -233,7 +233,7 @@ def kept(*arguments: Any) -> tuple[Tensor, ...]:
     tokens = dequantize_rows(*quantize(x))
     slots = row_slots.shape[0]
     z = x.new_zeros((slots, call.w13.shape[1]))
-    rows = x.new_zeros((slots + 1, x.shape[1]))  # the last one is that of slots without a row
+    rows = x.new_zeros((slots + 1, x.shape[1]))  # the last row is for slots without a row
     for expert, one in _ranges(offsets):
         both = tokens[row_slots[one].long() // call.topk_ids.shape[1]] @ _weights(call.w13, call.w13_scale, expert).mT
         z[one] = both.to(x.dtype)
@@ -242,7 +242,7 @@ def kept(*arguments: Any) -> tuple[Tensor, ...]:
     weighted = rows.float() * torch.nn.functional.pad(row_weights, (0, 1)).unsqueeze(1)
     total = torch.zeros(x.shape, device=x.device) if call.shared is None else call.shared.float()
     for choice in slot_rows.view(call.topk_ids.shape).long().unbind(1):
-        total = total + weighted[choice]  # -1: the last one
+        total = total + weighted[choice]  # index -1 is the last row
     return total.to(x.dtype), z, offsets, row_slots, slot_rows, row_weights
 
 
@@ -295,7 +295,7 @@ def _activated(z: Tensor, activation: str) -> Tensor:
 
 
 def _slopes(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """The derivatives of ``activate`` by gate and up."""
+    """The derivatives of ``activate`` with respect to gate and up."""
     gate, up = z.chunk(2, dim=1)
     one, aten = torch.ones_like(gate), torch.ops.aten
     if activation == "clamped_swiglu":
@@ -313,7 +313,7 @@ def _slopes(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
 
 
 def _ranges(offsets: Tensor) -> list[tuple[int, slice]]:
-    """Of each expert that has rows these."""
+    """(expert, range of rows) for each expert that has rows."""
     ends = offsets.tolist()
     return [(e, slice(ends[e], ends[e + 1])) for e in range(len(ends) - 1) if ends[e + 1] > ends[e]]
 
@@ -323,12 +323,12 @@ def _weights(values: Tensor, scales: Tensor, expert: int) -> Tensor:
 
 
 def _by_columns(rows: Tensor) -> Tensor:
-    """float32 of rows that are quantised 128 at a time, each column by itself."""
+    """float32 of rows that are quantised 128 at a time, each column separately."""
     return dequantize_rows(*quantize(rows.mT)).mT
 
 
 def _by_tiles(rows: Tensor) -> Tensor:
-    """The same with 128 columns together."""
+    """float32 of rows that are quantised in blocks of 128 rows by 128 columns."""
     padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % BLOCK))
     return dequantize_weights(*_quantize_tiles(padded))[: rows.shape[0]]
 

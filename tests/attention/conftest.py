@@ -1,4 +1,4 @@
-"""What tests of operators share; a test that asks for ``device`` runs on the CPU and on a GPU (tests/conftest.py)."""
+"""Shared by the operators' tests; a test with the argument ``device`` runs on the CPU and on a GPU (tests/conftest.py)."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ CPU_THREADS = 2
 
 @pytest.fixture(autouse=True)
 def plain_torch() -> Iterator[None]:
-    """Two CPU threads, float32 products without TF32, a known random state; the operators are there."""
+    """Two CPU threads, float32 products without TF32, a fixed random seed; the operators are loaded."""
     assert torch.get_float32_matmul_precision() == "highest", "the float32 reference would be computed in TF32"
     assert flashmoe.fused_moe is not None
     threads = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Numbers of rows and keys that tests draw: around the edges of tiles, and keys - rows from -3 to 3."""
+"""Draws numbers of rows and keys: around the edges of tiles, and with keys - rows from -3 to 3."""
 
 from hypothesis import strategies as st
 

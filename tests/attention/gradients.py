@@ -1,4 +1,4 @@
-"""Gradients by plain PyTorch, and the rule that ours must keep: for each of dq, dk and dv."""
+"""Gradients by plain PyTorch, and the error rule for flashmoe's dq, dk and dv."""
 
 import os
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def autograd_gradients(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
 ) -> Gradients:
-    """By autograd through ``function``, on copies of the tensors in ``dtype``."""
+    """Gradients by autograd through ``function``, on copies of the tensors in ``dtype``."""
     inputs = make_leaves(*tensors, dtype=dtype)
     given = [
         (output, gradient.to(output.dtype))
@@ -50,7 +50,7 @@ def ours(
     grad_lse: Tensor | None = None,
     scale: float | None = None,
 ) -> Gradients:
-    """By the operator itself, in this thread, so that last_kernel() is the one of the backward pass."""
+    """Calls the operator itself, in this thread, so that last_kernel() returns the backward pass's kernel."""
     scale = problem.head_dim**-0.5 if scale is None else scale
     out, lse = flashmoe.attention(*tensors, causal=problem.causal, scale=scale, return_lse=True)
     result: Gradients = torch.ops.flashmoe.flash_attention_backward(
@@ -67,7 +67,7 @@ def has_kernel(device: str | torch.device, dtype: torch.dtype = torch.float16) -
 
 
 def assert_kernel_ran(tensor: Tensor) -> None:
-    """Fail unless the last call of this thread ran our backward kernels, on a GPU that has some, of the family that is forced."""
+    """Fail unless the last call of this thread ran flashmoe's backward kernels, if this GPU has some, of the family that is forced."""
     if has_kernel(tensor.device, tensor.dtype):
         family = os.environ.get("FLASHMOE_KERNEL", "")
         assert any(f"attention_backward_{kind}_{family}" in _extension.last_kernel() for kind in ("dkv", "fused"))
@@ -76,10 +76,10 @@ def assert_kernel_ran(tensor: Tensor) -> None:
 def rounded_output_terms(
     problem: Problem, tensors: tuple[Tensor, ...], grad_out: Tensor | None, scale: float | None
 ) -> tuple[float, float, float]:
-    """What rounding the output to 16 bits may do to dq, dk and dv (not at all).
+    """How much rounding the output to 16 bits may change dq, dk and dv (dv not at all).
 
-    Every flash backward takes rowsum(dO * O) from the stored output: it is off by up to eps / 2 * rowsum(|dO * O|), and dS
-    by P times that. Plain PyTorch uses the probabilities themselves, and is exact for a row that sees one key.
+    Every flash backward takes rowsum(dO * O) from the stored output: it has an error of up to eps / 2 * rowsum(|dO * O|), and dS
+    of P times that. Plain PyTorch uses the probabilities themselves, and is exact for a row that sees one key.
     """
     dtype = tensors[0].dtype
     if grad_out is None or dtype not in (torch.float16, torch.bfloat16):
@@ -104,8 +104,8 @@ def check_gradients(
     scale: float | None = None,
     slack: float = 0.0,
 ) -> Gradients:
-    """Our gradients, compared with the reference by the rule. ``slack``: what the problem itself does to a difference that is
-    zero in exact arithmetic, where plain PyTorch may be exact."""
+    """flashmoe's gradients, compared with the reference by the error rule. ``slack``: the error in a difference that is zero in exact
+    arithmetic, where plain PyTorch may be exact."""
     actual = ours(problem, tensors, grad_out, grad_lse, scale)
     function, dtype = plain_function(problem, scale), tensors[0].dtype
     expected = autograd_gradients(function, tensors, reference_dtype(tensors[0].device), grad_out, grad_lse)
@@ -116,7 +116,7 @@ def check_gradients(
         assert a.shape == source.shape
         assert b.isfinite().all(), "the reference is not finite: this case cannot be compared by differences"
         assert a.isfinite().all(), f"d{name} of {problem}, {dtype}"
-        # In float32 both round alike, and each is off by its own luck: the exponential of a score has the score's error.
+        # In float32 both have rounding errors of the same kind and independent sign: the exponential of a score has the score's error.
         limit = (2 if dtype is torch.float32 else 1) * tolerance(b, c) + slack + term
         error = (a.to(b.dtype) - b).abs().max().item()
         assert error <= limit, f"d{name}: max error {error:.3e} over {limit:.3e} for {problem}, {dtype}"

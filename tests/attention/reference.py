@@ -1,4 +1,4 @@
-"""What the tests of attention share: problems and references of the operation's package, and the comparison with them."""
+"""Shared by the tests of attention: problems and references from the operation's package, and the comparison with them."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from flashmoe_tools.operations.judging import high_dtype as reference_dtype
 
 __all__ = ["LSE_TOLERANCE", "Problem", "reference_dtype"]
 
-# What two ways of rounding may differ by, for results of order 1.
+# The difference allowed between two ways of rounding, for results of order 1.
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float64: 1e-10}
 DTYPES = {"cpu": (torch.float16, torch.bfloat16, torch.float32), "cuda": (torch.float16, torch.bfloat16)}
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -26,7 +26,7 @@ NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def make_inputs(
     problem: Problem, device: str, dtype: torch.dtype, kind: str = "normal", *, bshd: bool = False, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Fresh random q, k, v. ``bshd``: stored as [B, S, H, D], seen as [B, H, S, D] through a transpose."""
+    """Fresh random q, k, v. ``bshd``: stored as [B, S, H, D], viewed as [B, H, S, D] through a transpose."""
     own = replace(problem, dtype=NAMES[dtype], layout="bshd" if bshd else "bhsd")
     made = operation.make_inputs(own, device, seed, kind)
     return made.q, made.k, made.v
@@ -40,7 +40,7 @@ def visible(seq_q: int, seq_k: int, device: str | torch.device) -> Tensor:
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """(out, lse) by products and a softmax in the dtype of the inputs. A row without keys has out 0 and lse -inf."""
+    """(out, lse) by matrix products and a softmax in the dtype of the inputs. A row without keys has out 0 and lse -inf."""
     return operation.attend(q, k, v, ScoreOptions(causal, scale=scale))
 
 
@@ -51,7 +51,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 
 
 def tolerance(expected: Tensor, plain: Tensor) -> float:
-    """The operation's rule: what plain PyTorch itself achieves in its dtype."""
+    """The operation's rule: the tolerance follows from plain PyTorch's own error in its dtype."""
     rule = Rule(plain.dtype)
     rule.add(expected, plain)
     return rule.tolerance

@@ -1,4 +1,4 @@
-"""ALiBi in every function: against a bias that float64 torch adds, forward and gradients, and what it may not change."""
+"""ALiBi in every function: compared with a bias added by torch in float64, forward and gradients; and what ALiBi must not change."""
 
 import math
 
@@ -20,7 +20,7 @@ def bias_of(slopes: Tensor, batch: int, rows: int, keys: int) -> Tensor:
     return -slopes.double().expand(batch, -1)[:, :, None, None] * distance
 
 
-# heads, rows, keys, head dim, options, slopes of each sequence
+# heads, rows, keys, head dim, options, separate slopes per sequence
 CASES = [
     ((4, 2), 70, 133, 64, ScoreOptions(causal=True), True),
     ((3, 3), 97, 40, 40, ScoreOptions(), False),
@@ -111,14 +111,14 @@ def test_slopes_of_zero_are_no_bias_and_far_keys_have_no_weight(device: str) -> 
     zero = flashmoe.attention(q, k, v, causal=True, alibi_slopes=torch.zeros(2, device=device))
     assert torch.allclose(zero, none, atol=2e-3, rtol=2e-3)
     steep = flashmoe.attention(q, k, v, causal=True, alibi_slopes=torch.full((2,), 1e30, device=device))
-    assert torch.equal(steep, v)  # each row sees its own key alone
+    assert torch.equal(steep, v)  # each row sees only its own key
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", ["low", "high", "rising", "wide"])
 def test_rows_whose_maximum_is_not_where_the_bias_leads(device: str, kind: str, causal: bool, head_dim: int) -> None:
-    """Keys near a row's own that weigh nothing, distant ones that weigh all, scores that rise, and large ones."""
+    """Keys near a row's own with no weight, distant ones with all the weight, rising scores, and large scores."""
     slopes = torch.tensor([0.7, 0.25, 0.02, 0.0, -0.3, 3.0], device=device)
     rows, keys = 150, 700
     for dtype in DTYPES[device]:
@@ -142,7 +142,7 @@ def test_rows_whose_maximum_is_not_where_the_bias_leads(device: str, kind: str, 
 
 def test_transforms_autocast_and_compiled_code(device: str) -> None:
     q, k, v = (torch.randn(2, 4, 50, 32, device=device) for _ in range(3))
-    slopes = torch.rand(2, 4, device=device) * 0.3  # values that bfloat16 does not have
+    slopes = torch.rand(2, 4, device=device) * 0.3  # values that bfloat16 cannot represent
     with torch.autocast(device, torch.bfloat16):
         out = flashmoe.attention(q, k, v, alibi_slopes=slopes)
     cast = [t.bfloat16() for t in (q, k, v)]
@@ -163,7 +163,7 @@ def test_what_is_refused(device: str) -> None:
         flashmoe.attention(q, q, q, alibi_slopes=slopes, attn_mask=torch.ones(8, 8, device=device, dtype=torch.bool))
     with pytest.raises(DifferentiationError, match="no gradient for alibi_slopes"):
         flashmoe.attention(q, q, q, alibi_slopes=slopes.requires_grad_())
-    with pytest.raises(ShapeError, match="attn_mask must broadcast"):  # of the sizes that slopes would have
+    with pytest.raises(ShapeError, match="attn_mask must broadcast"):  # of the shape that slopes would have
         flashmoe.attention(q.float().cpu(), q.float().cpu(), q.float().cpu(), attn_mask=torch.zeros(2, 4))
     if device == "cuda":
         with pytest.raises(DeviceError, match="alibi_slopes must be on q's device"):

@@ -1,4 +1,4 @@
-"""New keys put into caches: what is refused, and that a refused call leaves its caches as they were."""
+"""Appending new keys to caches: which calls are rejected, and that a rejected call leaves its caches unchanged."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def _half(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float16)
 
 
-# What attention alone refuses: (arguments that differ, a part of the message).
+# Calls that attention rejects and the append does not: (changed arguments, a part of the message).
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"q": _half(2, 3, 1, 16)}, "heads"),
     "batch": ({"q": _half(3, 4, 1, 16)}, "one for each sequence of q"),
@@ -60,7 +60,7 @@ def test_an_expanded_cache_is_read_and_never_appended_to(device: str) -> None:
 
 
 def test_new_keys_are_no_part_of_the_cache(device: str) -> None:
-    """Rows are copied in any order. Rows beside the caches in the same memory are fine."""
+    """Rows are copied in any order. New rows in the same memory, next to the caches, are allowed."""
     memory = torch.randn(2, 2, 16, 32, device=device).half()
     q, lengths = torch.randn(2, 4, 1, 16, device=device).half(), _ints(device, 6, 7)
     keys, values = memory[:, :, :12, :16], memory[:, :, :12, 16:]
@@ -75,7 +75,7 @@ def test_new_keys_are_no_part_of_the_cache(device: str) -> None:
 
 
 def test_keys_and_values_in_the_same_memory(device: str) -> None:
-    """Values may be a part of their keys, in the cache and in what is new: in one of them alone, the last to be written would stay."""
+    """Values may be part of their keys, in the cache and in the new rows. If only one of the two does so, the last write would win."""
     cache = torch.zeros(2, 2, 9, 16, device=device).half()
     q, new = torch.randn(2, 4, 1, 16, device=device).half(), torch.randn(2, 2, 1, 16, device=device).half()
     lengths = _ints(device, 6, 7)
@@ -88,7 +88,7 @@ def test_keys_and_values_in_the_same_memory(device: str) -> None:
 
 
 def test_no_transform_follows_an_append(device: str) -> None:
-    """All of them say the same."""
+    """All transforms give the same message."""
     q, cache, new = (torch.randn(3, 2, 2, rows, 16, device=device).half() for rows in (1, 9, 1))
 
     def step(q: Tensor, cache: Tensor, new: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def test_a_cache_without_room(device: str, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("is_paged", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refused_call_appends_nothing(name: str, is_paged: bool, device: str) -> None:
-    """Also where a call of the same caches has been accepted before."""
+    """Even if a call with the same caches has been accepted before."""
     shape = (6, 8, 2, 16) if is_paged else (2, 2, 24, 16)
     caches, found = torch.zeros(2, *shape, device=device).half(), REFUSED[name][0]
     changed = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in found.items()}

@@ -1,4 +1,4 @@
-"""Gradients: against float64 references, SDPA's own, and finite differences; and what has no gradient says so."""
+"""Gradients: against float64 references, SDPA's own, and finite differences; and clear errors for what has no gradient."""
 
 import math
 from itertools import product
@@ -85,7 +85,7 @@ def test_directional_derivative_by_finite_differences() -> None:
 
 
 def test_backward_formula_in_float64() -> None:
-    """The block-wise backward itself, at float64, against autograd through the plain formula: no rounding to hide in."""
+    """The block-wise backward itself, at float64, against autograd through the plain formula: without rounding errors that could hide a bug."""
     for causal, (seq_q, seq_k) in product((False, True), ((40, 600), (600, 40), (70, 70))):
         problem = Problem(seq_q, seq_k, 24, 4, 2, batch=2, causal=causal)
         q, k, v = (tensor.double() for tensor in make_inputs(problem, "cpu", torch.float32))
@@ -188,7 +188,7 @@ def test_second_derivative_says_that_there_is_none(device: str) -> None:
         first.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch itself uses it
 def test_forward_mode_says_that_there_is_none_and_sdpa_falls_back() -> None:
     q, k, v = make_inputs(Problem(9, 9), "cpu", torch.float32)
     with torch.autograd.forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
@@ -203,7 +203,7 @@ def test_forward_mode_says_that_there_is_none_and_sdpa_falls_back() -> None:
         assert flashmoe.attention(q, k, v).shape == q.shape  # nothing dual is involved
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch itself uses it
 def test_transforms_of_torch_func(device: str) -> None:
     """grad, vmap, and one inside the other, against loops and plain autograd."""
     q, k, v = make_inputs(Problem(20, 30, 16, 4, 2, batch=2), device, torch.float16)
@@ -231,7 +231,7 @@ def test_transforms_of_torch_func(device: str) -> None:
 
 
 def test_eager_calls_give_the_gradients_of_the_operator(device: str) -> None:
-    """The shorter way of an eager call, also under checkpointing and hooks on saved tensors."""
+    """The shortcut that eager calls take, also under checkpointing and with hooks on saved tensors."""
     dtype = torch.float32 if device == "cpu" else torch.float16
     q, k, v = (torch.randn(2, 4, 33, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     grad_out = torch.randn_like(q)
@@ -256,7 +256,7 @@ def test_eager_calls_give_the_gradients_of_the_operator(device: str) -> None:
 def test_eager_calls_with_options_give_the_gradients_of_the_operator(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Likewise of a mask's gradient and of dropout; what must see the operator does."""
+    """The same with a mask's gradient and with dropout; anything that must see the operator still does."""
     dtype = torch.float32 if device == "cpu" else torch.float16
     q, k, v = (torch.randn(2, 4, 33, 64, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     bias = torch.randn(4, 33, 33, device=device, dtype=dtype, requires_grad=True)

@@ -1,6 +1,6 @@
-"""The backward operator: the rule over the forward's grid, and by name each bug that others shipped.
+"""The backward operator: the error rule over the forward pass's grid, and by name each bug that other libraries have shipped.
 
-On a GPU these are the kernels' tests, of the best family and of those that are forced; on the CPU those of the CPU's kernels.
+On a GPU these test the kernels, of the best family and of forced families; on the CPU the CPU's kernels.
 """
 
 import math
@@ -36,7 +36,7 @@ LENGTHS = (
     (1023, 1024),
     (1024, 1023),
 )
-HEADS = ((2, 2), (2, 1), (8, 1))  # groups of 1, 2 and 8 query heads to a key head
+HEADS = ((2, 2), (2, 1), (8, 1))  # groups of 1, 2 and 8 query heads per key head
 KINDS = ("normal", "shifted", "logits")
 REPEATS = {"cpu": 3, "cuda": 1000}
 WIDTHS = {"cpu": (59, 128), "cuda": (59, 64, 128, 256)}
@@ -49,7 +49,7 @@ def _like(tensor: Tensor, seed: int = 1) -> Tensor:
 
 
 def _poison(device: str, *tensors: Tensor) -> None:
-    """Memory that the next allocations of these sizes get holds NaN."""
+    """Fills freed memory with NaN, so that the next allocations of these sizes contain it."""
     filled = [torch.full_like(tensor, math.nan) for tensor in tensors for _ in range(3)]
     workspace = [torch.full((size,), math.nan, device=device) for size in (256, 4096, 65536, 1 << 20)]
     del filled, workspace
@@ -75,7 +75,7 @@ def test_grid(lengths: tuple[int, int], device: str) -> None:
 
 
 def _slack(dtype: torch.dtype) -> float:
-    """Where a row sees one key, dS is a difference that plain PyTorch makes exactly zero."""
+    """If a row sees only one key, dS is a difference that plain PyTorch makes exactly zero."""
     return 6e-6 if dtype is torch.float32 else torch.finfo(dtype).eps / 8
 
 
@@ -97,7 +97,7 @@ def test_odd_head_dims(head_dim: int, device: str) -> None:
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_padded_keys_where_logits_are_near_minus_120(causal: bool, device: str) -> None:
-    """A key past the end scores 0, and exp(0 - lse) overflows where lse < -88.7: the mask must come after it."""
+    """A key past the end has score 0, and exp(0 - lse) overflows if lse < -88.7: the mask must be applied after it."""
     for dtype, seq_k, head_dim in product(DTYPES[device], (5, 70, 130, 193), (64, 128)):
         problem = Problem(70, seq_k, head_dim, 2, 1, causal=causal)
         noise = make_inputs(problem, device, dtype)
@@ -144,7 +144,7 @@ def test_expanded_gradient_of_a_sum(device: str) -> None:
 
 
 def _odd_rows(tensor: Tensor) -> Tensor:
-    """A row stride that is no multiple of 8 elements (16 bytes)."""
+    """A row stride that is not a multiple of 8 elements (16 bytes)."""
     larger = torch.zeros(*tensor.shape[:3], tensor.shape[3] + 3, dtype=tensor.dtype, device=tensor.device)
     return larger[..., : tensor.shape[3]].copy_(tensor)
 
@@ -155,7 +155,7 @@ def _shifted(tensor: Tensor) -> Tensor:
     return buffer[1:].view(tensor.shape).copy_(tensor)
 
 
-# Each gives the tensor's values in another layout than the contiguous one.
+# Each function copies a tensor into a layout that is not contiguous.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "bshd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "shbd": lambda x: x.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3),
@@ -181,7 +181,7 @@ def test_gradient_of_out_laid_out_unlike_out(layout: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "head", "row"])
 def test_offsets_beyond_two_to_the_31_elements(axis: int) -> None:
-    """Of each tensor that the kernels read: the last index lies past 2^31 elements."""
+    """For each tensor that the kernels read: the last index is past 2^31 elements."""
     _need_memory(6 * GIB)
     problem = Problem(65, 65, 64, 2, 2, batch=2, causal=True)
     q, k, v = make_inputs(problem, "cuda", torch.float16)
@@ -222,7 +222,7 @@ def test_gradient_of_more_than_two_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("head_dim", [59, 64, 128, 256])
 def test_rows_without_keys_and_poisoned_memory(head_dim: int, device: str) -> None:
-    """Zeros for rows that see no key; the rest as if those rows were not there; nothing of what memory held before."""
+    """Rows that see no key get zeros; the rest is as if those rows did not exist; old memory contents never show."""
     for dtype in DTYPES[device]:
         problem = Problem(230, 30, head_dim, 4, 2, batch=2, causal=True)
         q, k, v = make_inputs(problem, device, dtype)
@@ -238,7 +238,7 @@ def test_rows_without_keys_and_poisoned_memory(head_dim: int, device: str) -> No
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_keys_that_no_query_sees(causal: bool, device: str) -> None:
-    """Without queries nobody sees a key (else the last one sees all): zeros, whatever memory held before."""
+    """Without queries no key is seen (otherwise the last query sees all): gradients are zero, whatever memory held before."""
     for dtype in DTYPES[device]:
         q, k, v = make_inputs(Problem(0, 70, 64), device, dtype)
         out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
@@ -250,7 +250,7 @@ def test_keys_that_no_query_sees(causal: bool, device: str) -> None:
 
 
 def test_poisoned_gradients_and_workspace(device: str) -> None:
-    """The allocator hands out memory that holds NaN; a value that nobody wrote, or a sum that began there, shows."""
+    """The allocator returns memory that holds NaN: a value that was never written, or a sum that started from it, would show."""
     for dtype, head_dim, causal in product(DTYPES[device], WIDTHS[device], (False, True)):
         problem = Problem(193, 131, head_dim, 4, 2, causal=causal)
         tensors = make_inputs(problem, device, dtype)
@@ -264,7 +264,7 @@ def test_poisoned_gradients_and_workspace(device: str) -> None:
 
 
 def _assert_repeats_are_equal(head_dim: int, causal: bool, device: str, dtype: torch.dtype) -> None:
-    """A race between copies and products, or a sum whose order is chance, would show as a difference in some repeat."""
+    """A race between copies and products, or a sum in random order, would show as a difference in some repeat."""
     problem = Problem(449, 515, head_dim, 4, 2, batch=2, causal=causal)
     q, k, v = make_inputs(problem, device, dtype)
     out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
@@ -286,25 +286,25 @@ def test_repeats_are_bitwise_equal(head_dim: int, causal: bool, device: str) -> 
 
 @pytest.mark.gpu
 def test_the_fused_kernel() -> None:
-    """Where it is chosen: by the rule with broken tiles and groups, the same bits on every run, beside another stream's, in poisoned memory."""
+    """When it is selected: the error rule with partial tiles and groups, the same bits on every run, with two streams at once, in poisoned memory."""
     if torch.cuda.get_device_capability() != (9, 0) or os.environ.get("FLASHMOE_KERNEL") not in (None, "", "sm90"):
         pytest.skip("not run: only compute capability 9.0 has a fused kernel")
     problems = (
         (Problem(3111, 4165, 64, 8, 4, batch=4, causal=False), torch.bfloat16),
         (Problem(3111, 4165, 40, 8, 4, batch=4, causal=False), torch.float16),
         (Problem(3111, 4165, 64, 8, 4, batch=4, causal=True), torch.bfloat16),
-        # Many tiles, so the other order of them; the first rows see no key.
+        # Many tiles, so they run in the other order; the first rows see no key.
         (Problem(2222, 2100, 64, 16, 16, batch=4, causal=True), torch.float16),
         (Problem(4101, 4165, 128, 8, 4, batch=4, causal=False), torch.bfloat16),
         (Problem(4101, 4165, 104, 8, 4, batch=4, causal=False), torch.float16),
-        (Problem(8201, 8265, 128, 16, 8, causal=True), torch.bfloat16),  # all tiles downwards
-        # The last section downwards; the first rows see no key.
+        (Problem(8201, 8265, 128, 16, 8, causal=True), torch.bfloat16),  # all tiles in descending order
+        # The last section in descending order; the first rows see no key.
         (Problem(8265, 8201, 104, 18, 18, causal=True), torch.float16),
     )
     for problem, dtype in problems:
         tensors = make_inputs(problem, "cuda", dtype)
         grad_out = _like(tensors[0])
-        _poison("cuda", *tensors, torch.empty(1 << 25, device="cuda"))  # the last of the size of dq's sums
+        _poison("cuda", *tensors, torch.empty(1 << 25, device="cuda"))  # the last tensor has the size of dq's sums
         first = check_gradients(problem, tensors, grad_out)
         assert "attention_backward_fused" in _extension.last_kernel()
         assert ("d128" in _extension.last_kernel()) is (problem.head_dim > 64)
@@ -346,7 +346,7 @@ def test_scale(scale: float, device: str) -> None:
 
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
 def test_autocast(target: torch.dtype, device: str) -> None:
-    """float32 leaves under autocast: gradients in float32, those of the 16-bit computation."""
+    """float32 leaves under autocast: gradients are float32, with the values of the 16-bit computation."""
     tensors = make_inputs(Problem(90, 70, 64, 4, 2, causal=True), device, torch.float32)
     grad_out = _like(tensors[0]).to(target)
     mixed, plain = make_leaves(*tensors), make_leaves(*tensors, dtype=target)
@@ -364,7 +364,7 @@ def test_autocast(target: torch.dtype, device: str) -> None:
 
 
 def _families() -> list[str]:
-    """Kernel families of this machine's GPU, best first; without a GPU those of the newest, to be counted."""
+    """Kernel families of this machine's GPU, best first; without a GPU those of the newest, so that the tests are counted."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     known = [gpu for gpu in load_tables().gpus if gpu.compute_capability <= capability]
     return list(max(known, key=lambda gpu: gpu.compute_capability).families)
@@ -386,7 +386,7 @@ def _dtypes_of(family: str) -> tuple[tuple[torch.dtype, str], ...]:
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"q{lengths[0]}k{lengths[1]}")
 @pytest.mark.parametrize("family", _families())
 def test_every_family_of_this_gpu(family: str, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each family that this GPU runs, forced: the rule, and twice the same bits."""
+    """Each family that this GPU runs, forced: the error rule, and the same bits twice."""
     monkeypatch.setenv("FLASHMOE_KERNEL", family)
     for index, (head_dim, causal) in enumerate(product(HEAD_DIMS, (False, True))):
         for turn, (dtype, _) in enumerate(_dtypes_of(family)):
@@ -403,7 +403,7 @@ def test_every_family_of_this_gpu(family: str, lengths: tuple[int, int], monkeyp
 @pytest.mark.parametrize("head_dim", [1, 59, 64, 65, 128, 129, 256])
 @pytest.mark.parametrize("family", _families())
 def test_the_kernel_is_the_one_of_the_table(family: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU's best family without being named, the others by name."""
+    """The GPU's best family is selected by default, the others when forced by name."""
     if family != _families()[0]:
         monkeypatch.setenv("FLASHMOE_KERNEL", family)
     width = next(width for width in (64, 128, 256) if head_dim <= width)
@@ -420,7 +420,7 @@ def test_the_kernel_is_the_one_of_the_table(family: str, head_dim: int, monkeypa
 @pytest.mark.parametrize("head_dim", [59, 64, 128, 256])
 @pytest.mark.parametrize("family", _families())
 def test_every_family_agrees_with_torch_operations(family: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a gradient of lse, grouped heads, and out of another layout than its gradient."""
+    """With a gradient of lse, grouped heads, and out in another layout than its gradient."""
     monkeypatch.setenv("FLASHMOE_KERNEL", family)
     for (dtype, _), causal in product(_dtypes_of(family), (False, True)):
         problem = Problem(230, 150, head_dim, 4, 2, batch=2, causal=causal)
@@ -444,7 +444,7 @@ def test_repeats_of_every_family_are_bitwise_equal(family: str, head_dim: int, m
 
 
 def _wrong(change: str) -> tuple[dict[str, object], type[FlashmoeError], str]:
-    """Arguments of the extension's own operator with one thing wrong, the error, and a word of its message."""
+    """Arguments of the extension's own operator with one error, the expected error type, and a word of its message."""
     q, k, v = make_inputs(Problem(65, 70, 64, 4, 2, batch=2), "cuda", torch.float16)
     lse = torch.zeros(2, 4, 65, device="cuda")
     given: dict[str, object] = {"grad_out": q, "grad_lse": None, "q": q, "k": k, "v": v, "out": q, "lse": lse}

@@ -1,4 +1,4 @@
-"""The gradient of an additive mask: against autograd and finite differences in float64, of every broadcast, by every way to it."""
+"""The gradient of an additive mask: against autograd and finite differences in float64, for every broadcast and every code path."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from .drawn import lengths
 from .reference import DTYPES, reference_dtype
 from .test_dropout import dropped, state_on
 
-# Of the largest gradient's size, as of dq, dk and dv; the mask's own is rounded once more.
+# Relative to the largest gradient, as for dq, dk and dv; the mask's gradient is rounded once more.
 LIMITS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -31,8 +31,8 @@ def make(device: str, dtype: torch.dtype, *sizes: int) -> Tensor:
 def wanted_gradients(
     leaves: tuple[Tensor, ...], upstream: Tensor, options: ScoreOptions, factors: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Of q, k, v and the mask, by autograd through the definition; and what the rounding of out alone may change in the last: of each row that of
-    row_dot, by the row's share in each sum."""
+    """The gradients of q, k, v and the mask, by autograd through the definition; and how much the rounding of out may change the mask's: the
+    error of each row's row_dot, weighted with the row's share in each sum."""
     high = reference_dtype(upstream.device)
     q, k, v, bias = exact = [leaf.detach().to(high).requires_grad_() for leaf in leaves]
     shape = (*q.shape[:3], k.shape[2])
@@ -45,7 +45,7 @@ def wanted_gradients(
 
 
 def check(leaves: tuple[Tensor, ...], options: ScoreOptions, dropout_p: float = 0.0) -> None:
-    """The gradients of a call, held against the definition; those of q, k and v are there and right, too."""
+    """The gradients of a call, compared with the definition, including those of q, k and v."""
     q, k, v, bias = leaves
     state = state_on(str(q.device)) if dropout_p else None
     out = flashmoe.attention(
@@ -75,7 +75,7 @@ def check(leaves: tuple[Tensor, ...], options: ScoreOptions, dropout_p: float = 
         )
 
 
-# B, Hq, Hkv, Sq, Sk, D, Dv; the mask's shape with the sizes' letters, 1 or none; options; dropout
+# B, Hq, Hkv, Sq, Sk, D, Dv; the mask's shape in the sizes' letters or 1, possibly fewer; options; dropout
 CASES = [
     ((2, 4, 2, 70, 133, 64, 64), "bhqk", ScoreOptions(causal=True), 0.0),
     ((3, 4, 4, 130, 65, 64, 64), "1hqk", ScoreOptions(), 0.0),
@@ -96,11 +96,11 @@ CASES = [
 LONG = [  # more tiles than multiprocessors
     ((2, 8, 4, 700, 904, 64, 64), "1hqk", ScoreOptions(causal=True), 0.0),
     ((2, 8, 8, 600, 777, 128, 72), "bhqk", ScoreOptions(softcap=3.0), 0.0),
-    # dq, dk and dv by one kernel, which streams the mask.
+    # dq, dk and dv from one kernel, which streams the mask.
     ((2, 8, 4, 600, 776, 128, 72), "bhqk", ScoreOptions(causal=True), 0.0),
     ((3, 4, 4, 1000, 520, 64, 40), "b1qk", ScoreOptions(window=(300, 5)), 0.0),
-    # The mask's gradient, too, from the scores' where every row sees every key: of all heads and sequences, of some, of a group; rows of 650 keys, whose
-    # mask is copied first.
+    # The mask's gradient also comes from the stored gradient of the scores if every row sees every key: summed over all heads and sequences,
+    # over some, over a group; with rows of 650 keys the mask is copied first.
     ((2, 4, 4, 520, 648, 128, 128), "11qk", ScoreOptions(), 0.0),
     ((2, 4, 4, 600, 520, 64, 64), "bhqk", ScoreOptions(), 0.0),
     ((3, 4, 2, 513, 584, 128, 120), "1hqk", ScoreOptions(scale=-0.1), 0.0),
@@ -164,7 +164,7 @@ def test_drawn(
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["mask", "alibi"])
 def test_finite_differences(kind: str, dropout_p: float) -> None:
-    """Central differences of the definition in float64 against our float32: all elements of the mask's gradient, and 30 of q's, k's and v's."""
+    """Central differences of the definition in float64 against our float32: all elements of the mask's gradient, and 30 each of q's, k's and v's."""
     q, k, v = (torch.randn(2, 2, length, 16, dtype=torch.float64) for length in (5, 7, 7))
     options, upstream = ScoreOptions(causal=True, softcap=2.0), torch.randn(2, 2, 5, 16, dtype=torch.float64)
     bias, slopes = torch.randn(1, 2, 5, 7, dtype=torch.float64), torch.rand(2, 2, dtype=torch.float64)
@@ -194,7 +194,7 @@ def test_finite_differences(kind: str, dropout_p: float) -> None:
 
 
 def test_strides_and_expanded_leaves(device: str) -> None:
-    """Any strides of the mask; through expand and transpose its gradient is the same as of the plain one."""
+    """Any strides of the mask; a gradient through expand and transpose equals the plain one."""
     dtype = DTYPES[device][0]
     q, k, v = (make(device, dtype, 2, 4, 70, 64) for _ in range(3))
     upstream = torch.randn_like(q)
@@ -215,7 +215,7 @@ def test_strides_and_expanded_leaves(device: str) -> None:
 
 
 def test_alone_and_together_are_the_same_bits(device: str) -> None:
-    """On every run, and whichever other gradients are wanted; without any the mask's needs none of their kernels."""
+    """On every run, and whichever other gradients are needed; if no other is, the mask's gradient needs none of their kernels."""
     for shape in ((1, 4, 150, 150), (1, 1, 150, 150), (1, 4, 1, 150)):
         dtype = DTYPES[device][0]
         q, k, v, bias = (*(make(device, dtype, 3, 4, 150, 64) for _ in range(3)), make(device, dtype, *shape))
@@ -230,7 +230,7 @@ def test_alone_and_together_are_the_same_bits(device: str) -> None:
 
 
 def test_lse_and_sinks(device: str) -> None:
-    """Of the log-sum-exp, too, with a sink in it."""
+    """The gradient through the log-sum-exp, with a sink in it."""
     dtype = DTYPES[device][0]
     q, k, v = (make(device, dtype, 2, 2, 40, 64) for _ in range(3))
     bias, sinks = make(device, dtype, 1, 2, 40, 40), torch.randn(2, device=device, requires_grad=True)
@@ -245,7 +245,7 @@ def test_lse_and_sinks(device: str) -> None:
 
 
 def test_hidden_keys_have_none(device: str) -> None:
-    """-inf in the mask: no gradient there, and no NaN; rows whose keys are all hidden, too."""
+    """-inf in the mask: no gradient there and no NaN, including rows whose keys are all hidden."""
     dtype = DTYPES[device][0]
     q, k, v = (make(device, dtype, 2, 2, 70, 64) for _ in range(3))
     bias = torch.zeros(1, 2, 70, 70, device=device, dtype=dtype)
@@ -278,7 +278,7 @@ def test_empty(device: str) -> None:
 
 
 def test_sdpa_has_it(device: str) -> None:
-    """torch's signature: flashmoe's path, torch's gradients; grouped heads and further batch dimensions, too."""
+    """torch's signature: flashmoe's path, torch's gradients; also with grouped heads and more batch dimensions."""
     dtype = DTYPES[device][0]
     shapes: list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]] = [
         ((2, 4, 33, 64), (2, 4, 47, 64), (1, 4, 33, 47), False),
@@ -300,7 +300,7 @@ def test_sdpa_has_it(device: str) -> None:
 
 
 def test_autocast(device: str) -> None:
-    """The mask's gradient in its own dtype."""
+    """The mask's gradient has the mask's own dtype."""
     q, k, v, bias = (torch.randn(2, 2, 33, n, device=device, requires_grad=True) for n in (64, 64, 64, 33))
     with torch.autocast(device, torch.bfloat16):
         out = flashmoe.attention(q, k, v, attn_mask=bias)
@@ -336,7 +336,7 @@ def test_the_operator_keeps_torch_s_rules(device: str) -> None:
 
 
 def test_transforms(device: str) -> None:
-    """torch.func: of one sample each, and mapped over masks."""
+    """torch.func: per-sample gradients, and mapped over masks."""
     dtype = DTYPES[device][0]
     q, k, v = (make(device, dtype, 3, 2, 2, 20, 64).detach() for _ in range(3))
     bias = make(device, dtype, 1, 2, 20, 20).detach()
@@ -384,7 +384,7 @@ def test_kernels_take_additive_masks_alone() -> None:
 
 @pytest.mark.gpu
 def test_no_tensor_of_the_scores_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broadcast mask costs its own size, some partial sums of it, and no [B, H, Sq, Sk] where memory is worth more than time, or more than 1 GiB."""
+    """A broadcast mask costs its size and some partial sums, and no [B, H, Sq, Sk] tensor if FLASHMOE_SPLIT_BACKWARD is 1 or it would exceed 1 GiB."""
     q, k, v = (make("cuda", torch.bfloat16, 8, 16, 1024, 64).detach() for _ in range(3))
     scores = 8 * 16 * 1024 * 1024 * 2
     monkeypatch.setenv("FLASHMOE_SPLIT_BACKWARD", "1")
@@ -404,7 +404,7 @@ def test_no_tensor_of_the_scores_size(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_kernels_sums_fold_into_the_mask_s_shape(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], splits: int
 ) -> None:
-    """Over splits, and over what the mask has once and they have more of: the operators' results are made for the purpose."""
+    """Over splits, and over the dimensions in which the mask has size 1 and the sums do not. The operators' results are made up."""
     sums = torch.randn(splits, 2, 4, 3, 5)
     made = {"_attention_varlen_backward": (None, None), "_attention_bias_gradient": sums}
     operators = {name: SimpleNamespace(default=lambda *_, found=found: found) for name, found in made.items()}

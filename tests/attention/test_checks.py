@@ -1,4 +1,4 @@
-"""Wrong arguments: every rule has a typed error with what was found and what to do, with and without memory behind the tensors."""
+"""Wrong arguments: every rule has a typed error that says what was found and what to do, also for tensors without memory."""
 
 import math
 import re
@@ -48,7 +48,7 @@ def _t(shape: tuple[int, ...], device: str = "cpu", dtype: torch.dtype = torch.f
     ],
 )
 def test_a_call_and_a_tracer_hear_the_same(wrong: Callable[..., Any], error: type[FlashmoeError], device: str) -> None:
-    """Every rule of the operators is asked in tests/arguments, what users are told stands in tests/mistakes."""
+    """A few rules; tests/arguments covers every rule of the operators, and tests/mistakes what users are told."""
     tensors = wrong(_t(Q, device), _t(K, device))
     with pytest.raises(error) as caught:
         flashmoe.attention(*tensors)
@@ -82,7 +82,7 @@ def test_mixed_cpu_and_gpu() -> None:
     ],
 )
 def test_options_of_a_wrong_type(option: str, values: tuple[Any, ...]) -> None:
-    """torch's dispatcher takes numbers and None for flags by their truth value, and flags for numbers."""
+    """torch's dispatcher would take numbers and None as flags by their truth value, and flags as numbers."""
     q, ends, length = (
         torch.randn(1, 2, 3, 8),
         torch.tensor([0, 3], dtype=torch.int32),
@@ -103,7 +103,7 @@ def test_options_of_a_wrong_type(option: str, values: tuple[Any, ...]) -> None:
 
 
 def test_integers_and_flags_of_numpy() -> None:
-    """Integers of any type are taken, as by torch; flags are not, as by torch, and are told apart from Python's."""
+    """Integers of any type are accepted, as in torch; NumPy's flags are not, as in torch, and the message names their type."""
     numpy = pytest.importorskip("numpy")
     rows, ends = torch.randn(3, 2, 8), torch.tensor([0, 3], dtype=torch.int32)
     three, side = numpy.int64(3), numpy.array([1, 0])
@@ -228,6 +228,6 @@ def test_cpp_and_python_agree_on_what_is_scaled_dot_product_attention_itself(
     k = torch.randn((1,) * (rank - 4) + (k_batch, k_heads, keys, 8)[max(0, 4 - rank) :])
     expected = matches_sdpa(q.shape, k.shape, causal, gqa)
     if expected and heads % k_heads:
-        return  # four dimensions that the operator itself refuses
+        return  # four dimensions that the operator itself rejects
     out = torch.ops.flashmoe._flash_attention_drop_in(q, k, k, None, causal, gqa)
     assert (out is not None) == expected

@@ -1,4 +1,4 @@
-"""What Python does otherwise where torch.compile follows it has the same results and refuses the same calls."""
+"""Code paths that differ under torch.compile give the same results and reject the same calls as eager code."""
 
 import sys
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def _of_codes(ragged: bool = False, **options: Any) -> Answer:
 
 
 def _by_name(**_: Any) -> Answer:
-    """As a compiler's program calls it: through the dispatcher."""
+    """As a compiled program calls it: through the dispatcher."""
     return torch.ops.flashmoe.flash_attention_forward(*(_random(2, 2, 5, 64) for _ in range(3)), 0.1, True)
 
 
@@ -83,7 +83,7 @@ def _compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _beside_a_transform(call: Callable[[], Answer]) -> Answer:
-    """The call within a transform of another tensor, which it has nothing to do with."""
+    """The call inside a transform of another, unrelated tensor."""
     answers: list[Answer] = []
     torch.func.grad(lambda other: answers.append(call()) or other.sum())(torch.ones(1))
     return answers[0]
@@ -121,7 +121,7 @@ def test_the_same_results(
     if way != "beside a transform":
         _compile(monkeypatch)
     elif options.get("kind") in ("scaled", "mxfp4"):
-        with pytest.raises(FlashmoeError):  # experts of few bits have no rule for transforms, and say so
+        with pytest.raises(FlashmoeError):  # experts with few bits have no rule for transforms, and say so
             called(way)
         return
     found = called(way)
@@ -132,7 +132,7 @@ def test_the_same_results(
 
 
 def test_out_beside_a_transform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused, because a transform cannot follow it; a compiler's program, which torch makes functional, takes it."""
+    """Rejected, because a transform cannot follow it; allowed in a compiled program, which torch makes functional."""
     for call, shape in ((_experts, (5, 128)), (_cached, (2, 4, 1, 64))):
         given, out = {"kind": "plain"} if call is _experts else {}, torch.empty(shape, dtype=torch.bfloat16)
         expected = call(**given)
@@ -151,7 +151,7 @@ def test_what_the_cpu_hands_to_torch(
     monkeypatch: pytest.MonkeyPatch, what: str, call: Callable[..., Answer], options: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
-    if options.get("kind") == "scaled":  # which has kernels on GPUs alone
+    if options.get("kind") == "scaled":  # it has kernels only on GPUs
         with pytest.raises(ArgumentError, match="would run on torch"):
             call(**options)
         return
@@ -159,7 +159,7 @@ def test_what_the_cpu_hands_to_torch(
 
 
 class _End(torch.autograd.Function):
-    """A function that hands no gradient on."""
+    """A function that passes no gradient on."""
 
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ TRAINED: dict[str, Callable[[Tensor], Answer]] = {
 
 @pytest.mark.parametrize("what", TRAINED)
 def test_no_gradient_comes_back(what: str) -> None:
-    """What follows hands none on: what came before has none, or zeros, and nothing is computed for it."""
+    """If the function after ours passes no gradient on, its inputs get none, or zeros, and nothing is computed."""
     x = _random(1, 4, 16, 64, dtype=torch.float32).requires_grad_()
     answer = TRAINED[what](x)
     with _Full():
@@ -194,7 +194,7 @@ def test_no_gradient_comes_back(what: str) -> None:
 
 
 class _Full(TorchDispatchMode):
-    """A device without room for any result of ours."""
+    """A device without memory for any result of flashmoe."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "flashmoe":
@@ -225,7 +225,7 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_the_same_refusals(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Typed where Python runs; where a compiler follows, which cannot follow the words, as the operator says it."""
+    """Typed errors when Python runs; under a compiler, which cannot trace the messages, the operator's own error."""
     with pytest.raises(FlashmoeError):
         WRONG[what]()
     _compile(monkeypatch)

@@ -1,4 +1,4 @@
-"""Numbers: the grid of shapes and the rule of errors, and by name the lengths at which an index inside a tile was once wrong."""
+"""Numerical correctness: a grid of shapes under the error rule, and by name the lengths at which an index inside a tile was once wrong."""
 
 from itertools import count, product
 
@@ -26,7 +26,7 @@ LENGTHS = (
     (2048, 2048),
 )
 KINDS = ("normal", "shifted", "logits", "outlier")
-HEADS = ((2, 2), (2, 1), (8, 1))  # groups of 1, 2 and 8 query heads to a key head
+HEADS = ((2, 2), (2, 1), (8, 1))  # groups of 1, 2 and 8 query heads per key head
 NAMED_LENGTHS = (4, 32, 64, 65, 128, 192, 256, 512)
 
 
@@ -53,7 +53,7 @@ def test_named_length_at_head_dim_64(length: int, causal: bool, device: str) -> 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"q{lengths[0]}k{lengths[1]}")
 @pytest.mark.parametrize("head_dim", HEAD_DIMS, ids=lambda head_dim: f"D{head_dim}")
 def test_grid(head_dim: int, lengths: tuple[int, int], causal: bool, device: str) -> None:
-    """On a GPU every dtype and group size; on the CPU one of each per cell, in rotation, and 2048 rows at every fourth head dim."""
+    """On a GPU every dtype and group size; on the CPU one of each per cell, in rotation, with 2048 rows only at every fourth head dim."""
     place = LENGTHS.index(lengths)
     if device == "cpu" and lengths == (2048, 2048) and HEAD_DIMS.index(head_dim) % 4 != 3:
         lengths = (203, 2048)
@@ -61,7 +61,7 @@ def test_grid(head_dim: int, lengths: tuple[int, int], causal: bool, device: str
     variants = list(product(DTYPES[device], HEADS))
     if device == "cpu":
         dtype, heads = variants[(cell * 4) % len(variants)]
-        is_long = min(lengths) > 512  # one head: with more these would take as long as all shorter cells
+        is_long = min(lengths) > 512  # one head: with more these would take as long as all shorter cells together
         variants = [(dtype, (1, 1) if is_long else heads)]
     for seed, (dtype, heads) in zip(count(cell), variants, strict=False):
         problem = _problem(head_dim, lengths, heads, causal)
@@ -89,7 +89,7 @@ def test_scale(scale: float, device: str) -> None:
 
 
 def test_every_length_up_to_two_tiles(device: str) -> None:
-    """No length is special: all of 1 to 160, with another length for the keys."""
+    """No length is special: all from 1 to 160, with another length for the keys."""
     dtype = torch.float16
     for seq_q in range(1, 161):
         problem = Problem(seq_q, (seq_q * 7) % 161 + 1, 64, 1, 1, causal=seq_q % 2 == 0)
@@ -97,7 +97,7 @@ def test_every_length_up_to_two_tiles(device: str) -> None:
 
 
 def _families() -> list[str]:
-    """Kernel families that the table has for this machine's GPU; without a GPU those of the newest one, to be counted."""
+    """Kernel families that the table has for this machine's GPU; without a GPU those of the newest one, so that the tests are counted."""
     tables = load_tables()
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     known = [gpu for gpu in tables.gpus if gpu.compute_capability <= capability]
@@ -118,7 +118,7 @@ def _has_kernel(family: str, dtype: torch.dtype, head_dim: int) -> bool:
 def test_every_family_of_this_gpu(
     family: str, lengths: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each family that this GPU runs, forced, also those that the selector would not take."""
+    """Each family that this GPU runs, forced, including those that the selector would not choose."""
     from flashmoe import _extension
 
     monkeypatch.setenv("FLASHMOE_KERNEL", family)
@@ -127,20 +127,20 @@ def test_every_family_of_this_gpu(
         if _has_kernel(family, dtype, head_dim):
             problem = _problem(head_dim, lengths, HEADS[cell % 3], causal)
             _check(problem, "cuda", dtype, KINDS[cell % 4], bshd=cell % 2 == 1, seed=cell)
-            kernel = _extension.last_kernel()  # a combine kernel adds up the parts of any family
+            kernel = _extension.last_kernel()  # a combine kernel sums the partial results of any family
             assert f"_{family}_" in kernel or kernel.startswith("flashmoe_attention_combine_")
             compared += 1
     assert compared > 0, f"the table has rows for {family} but none for attention"
 
 
 def _problems_of_every_kind(head_dim: int, causal: bool) -> list[Problem]:
-    """Problems that a selector tells apart: few and many query tiles, few and many keys, rows that fit a tile badly."""
+    """Problems that a selector distinguishes: few and many query tiles, few and many keys, rows that fit a tile badly."""
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
     sizes = (
         (64, 64, 1),
         (100, 4000, 2),  # few tiles, many keys
         (512, 512, 2 * blocks),
-        (256, 256, blocks // 2 - 2),  # one round of 128-row tiles
+        (256, 256, blocks // 2 - 2),  # one wave of 128-row tiles
         (256, 1100, 2 * blocks),  # rows that waste half of a second tile of 192
         (576, 3000, blocks),
     )

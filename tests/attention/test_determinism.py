@@ -51,7 +51,7 @@ def test_number_of_cpu_threads(threads: int) -> None:
 
 
 def test_calls_from_several_threads(device: str) -> None:
-    """Eight threads at once, different sizes each, all as when called one after another."""
+    """Eight threads at once, each with different sizes; results equal those of sequential calls."""
     problems = [Problem(33 + 17 * index, 40 + 29 * index, 64, 2, 1, causal=index % 2 == 1) for index in range(8)]
     inputs = [make_inputs(problem, device, torch.float16, seed=index) for index, problem in enumerate(problems)]
     expected = [flashmoe.attention(*tensors, causal=p.causal) for tensors, p in zip(inputs, problems, strict=True)]
@@ -71,7 +71,7 @@ def test_calls_from_several_threads(device: str) -> None:
 
 @pytest.mark.gpu
 def test_runs_on_the_current_stream() -> None:
-    """Inputs are made on a side stream behind a long delay: a kernel on any other stream would read old values."""
+    """Inputs are written on a side stream after a long delay: a kernel on any other stream would read old values."""
     q, k, v = make_inputs(Problem(256, 256, 64, 4, 4), "cuda", torch.float16)
     expected = flashmoe.attention(q, k, v)
     late = torch.full_like(q, float("nan"))
@@ -90,7 +90,7 @@ def test_runs_on_the_current_stream() -> None:
 
 @pytest.mark.gpu
 def test_outputs_belong_to_the_stream_they_were_made_on() -> None:
-    """Results freed while their kernel still waits on a side stream are not given to the default stream."""
+    """Memory of results that are freed while their kernel still waits on a side stream is not reused on the default stream."""
     q, k, v = make_inputs(Problem(512, 512, 64, 4, 4), "cuda", torch.float16)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -125,7 +125,7 @@ def test_cuda_graph(head_dim: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_streams_and_a_graph_at_once(head_dim: int) -> None:
-    """Launches in flight together: more tiles than blocks, so each draws its tiles from a counter, and none another's."""
+    """Launches in flight together: with more tiles than blocks each draws its tiles from a counter, which no other launch may use."""
     inputs = [
         make_inputs(Problem(1100, 1100, head_dim, 16, 16), "cuda", torch.bfloat16, seed=seed) for seed in range(3)
     ]
@@ -167,14 +167,14 @@ print("captured before the first launch")
 
 @pytest.mark.gpu
 def test_cuda_graph_captured_before_the_first_launch(tmp_path: Path) -> None:
-    """Loading the kernel during capture must neither fail nor break the capture; needs a process of its own."""
+    """Loading the kernel during capture must neither fail nor break the capture; needs a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", CAPTURE_FIRST],
         capture_output=True,
         text=True,
         timeout=120,
         env=dict(os.environ),
-        cwd=tmp_path,  # python -c looks into its folder first, where the sources may be
+        cwd=tmp_path,  # python -c searches its folder first, which may contain the sources
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -183,7 +183,7 @@ def test_cuda_graph_captured_before_the_first_launch(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_every_device() -> None:
-    """On each GPU, with another one current: the tensors' device decides. With one GPU: that device, by index."""
+    """On each GPU, while another is current: the tensors' device decides. With one GPU: that device, by index."""
     count = torch.cuda.device_count()
     for index in range(count):
         with torch.cuda.device((index + 1) % count):

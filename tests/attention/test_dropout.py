@@ -1,4 +1,4 @@
-"""Dropout: the mask by its definition and by statistics, results and gradients of every function against float64, and what replays the mask."""
+"""Dropout: the mask against its definition and statistics, results and gradients of every function against float64, and replaying the mask."""
 
 import math
 
@@ -17,14 +17,14 @@ from flashmoe_tools.operations.attention.reference import ScoreOptions, attend, 
 
 from .reference import DTYPES, LSE_TOLERANCE, assert_ran_here, reference_dtype, tolerance
 
-STATE = (0x1234567890ABCDEF, (7 << 40) + 3)  # both of more than 32 bits
+STATE = (0x1234567890ABCDEF, (7 << 40) + 3)  # both need more than 32 bits
 
 
 def state_on(device: str, state: tuple[int, int] = STATE) -> Tensor:
     return torch.tensor(state, device=device)
 
 
-# Counter and key, and the words that Random123's kat_vectors has for seven rounds.
+# Counter, key, and the words in Random123's kat_vectors for seven rounds.
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
@@ -62,7 +62,7 @@ def test_the_mask_is_its_definition(seed: int, offset: int, p: float, sizes: tup
 
 
 def test_what_the_kernels_drop_is_the_mask(device: str) -> None:
-    """Each row of P is uniform and V the identity: the output is the mask, at every position of several tiles."""
+    """Each row of P is uniform and V is the identity: the output is the mask, at every position of several tiles."""
     for dtype in DTYPES[device]:
         q = torch.zeros(2, 3, 150, 256, device=device, dtype=dtype)
         k = torch.zeros(2, 3, 256, 256, device=device, dtype=dtype)
@@ -79,7 +79,7 @@ def test_what_the_kernels_drop_is_the_mask(device: str) -> None:
 
 
 def test_statistics(device: str) -> None:
-    """Of 2^21 positions: the share that is kept, and that heads, rows, neighbours, sequences and calls agree as often as chance has it."""
+    """Over 2^21 positions: the share that is kept, and that heads, rows, neighbours, sequences and calls agree only as often as by chance."""
     size, p = (2, 4, 512, 512), 0.3
     states = torch.tensor([(5, 0), (5, 1), (6, 0)], device=device)
     masks = [flashmoe.dropout_mask(state, p, *size) for state in states]
@@ -108,7 +108,7 @@ def test_statistics(device: str) -> None:
     }
     for name, (a, b) in pairs.items():
         assert within(a == b, chance, a.numel()), name
-    for wanted in (0.001, 0.1, 0.5, 0.9):  # the first is less than a byte can say
+    for wanted in (0.001, 0.1, 0.5, 0.9):  # the first is finer than a byte can represent
         assert within(flashmoe.dropout_mask(states[0], wanted, *size), 1 - wanted, count)
 
 
@@ -123,7 +123,7 @@ CASES = [
     ((2, 2), 3, 259, 192, ScoreOptions(causal=True), ""),
     ((4, 2), 601, 700, 64, ScoreOptions(causal=True), ""),  # long enough for the fused backward kernel of sm90
     ((2, 2), 530, 513, 128, ScoreOptions(), ""),
-    ((4, 2), 150, 201, 256, ScoreOptions(causal=True), ""),  # wgmma's two kernels
+    ((4, 2), 150, 201, 256, ScoreOptions(causal=True), ""),  # the two wgmma kernels
     ((2, 2), 200, 260, 208, ScoreOptions(window=(33, 5)), ""),
 ]
 
@@ -168,7 +168,7 @@ def test_dense_attention_and_its_gradients(
 def dropped(
     q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions, bias: Tensor, factors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) by definition, in the dtype of the inputs."""
+    """(out, lse) by the definition, in the dtype of the inputs."""
     group = q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
     scores = q @ k.repeat_interleave(group, 1).mT * scale
@@ -191,7 +191,7 @@ def test_without_dropout_the_definition_is_the_operation_s(device: str) -> None:
 
 
 def test_ragged_and_dense_calls_drop_the_same(device: str) -> None:
-    """Rows and keys count within their sequence, sequences within the batch: with lengths of their own, gradients too."""
+    """Rows and keys are counted within their sequence, sequences within the batch: with different lengths, and for gradients too."""
     dtype = DTYPES[device][0]
     lengths_q, lengths_k = (5, 70, 0, 33), (70, 90, 3, 33)
     ends_q, ends_k = (torch.tensor([0, *n], device=device).cumsum(0).int() for n in (lengths_q, lengths_k))
@@ -214,7 +214,7 @@ def test_ragged_and_dense_calls_drop_the_same(device: str) -> None:
         rows, keys = slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
         if lengths_q[b] == 0:
             continue
-        # The batch up to b, cut to its lengths: sequence b is its last.
+        # The batch up to b, cut to b's lengths: sequence b is the last one.
         own = [
             t[: b + 1, :, :n].clone() for t, n in zip(dense, (lengths_q[b], lengths_k[b], lengths_k[b]), strict=True)
         ]
@@ -334,7 +334,7 @@ def test_transforms_and_autocast(device: str) -> None:
     state = state_on(device)
     call = lambda *t: flashmoe.attention(*t, dropout_p=0.3, rng_state=state)  # noqa: E731
     each = torch.stack([call(*tensors) for tensors in zip(q, k, v, strict=True)])
-    assert torch.equal(torch.func.vmap(call)(q, k, v), each)  # each is a call of its own, of the same state
+    assert torch.equal(torch.func.vmap(call)(q, k, v), each)  # each element is a separate call with the same state
     gradient = torch.func.grad(lambda q: call(q, k[0], v[0]).float().square().sum())(q[0])
     leaf = q[0].clone().requires_grad_()
     assert torch.equal(gradient, torch.autograd.grad(call(leaf, k[0], v[0]).float().square().sum(), leaf)[0])
@@ -361,7 +361,7 @@ def test_a_row_s_bits_do_not_depend_on_threads_or_runs(device: str) -> None:
 def test_a_cuda_graph_draws_anew() -> None:
     q, k, v = (torch.randn(1, 2, 64, 64, device="cuda", dtype=torch.float16) for _ in range(3))
     fixed = state_on("cuda")
-    flashmoe.attention(q, k, v, dropout_p=0.5)  # whatever the first call loads
+    flashmoe.attention(q, k, v, dropout_p=0.5)  # loads whatever a first call loads
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         drawn = flashmoe.attention(q, k, v, dropout_p=0.5)

@@ -1,4 +1,4 @@
-"""Caches of float8_e4m3fn: against the same call on the dequantised cache, bit for bit, and against float64; what is unused holds NaN."""
+"""Caches of float8_e4m3fn: compared bit for bit with the same call on the dequantised cache, and with float64; unused memory holds NaN."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ALiBi": {"alibi": True, "softcap": 5.0},
     "consistent ALiBi": {"alibi": True, "rows": 4, "causal": True, "consistent": True},
     "rows": {"rows": 4, "causal": True},
-    "more rows": {"rows": 5, "causal": True},  # than 16 of a key head
+    "more rows": {"rows": 5, "causal": True},  # more than 16 rows per key head
     "of one split": {"rows": 5, "causal": True, "num_splits": 1},
 }
 either = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -37,7 +37,7 @@ either = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @dataclass
 class Case:
-    """``keys`` and ``values`` of each sequence, [Hkv, Sk, D] in float32: codes times scales. ``call``: with codes, or a 16-bit cache."""
+    """``keys`` and ``values`` of each sequence, [Hkv, Sk, D] in float32: codes times scales. ``call``: on codes, or on a 16-bit cache."""
 
     q: Tensor
     keys: list[Tensor]
@@ -68,7 +68,7 @@ def make(
     rows: int = 1,
     **options: Any,
 ) -> Case:
-    """Five sequences of 8 heads on 2; pages, dense caches or ragged tensors; all that no sequence uses is NaN, scales of pages too."""
+    """Five sequences of 8 heads on 2 key heads; pages or dense caches; all unused memory is NaN, including scales of unused pages."""
     generator = torch.Generator().manual_seed(11)
     heads, heads_kv, batch = 8, 2, len(LENGTHS)
     q = torch.randn(batch, heads, rows, head_dim, generator=generator).to(dtype)
@@ -155,7 +155,7 @@ def test_powers_of_two_give_the_bits_of_the_dequantised_cache(
 def test_many_rows(
     layout: str, kind: str, is_exact: bool, options: dict[str, Any], dtype: torch.dtype, device: str
 ) -> None:
-    """On a GPU the kernel of a chunk over codes, or where pages have scales a copy of the cache in 16 bits."""
+    """On a GPU a chunk kernel reads the codes or, if pages have scales, a copy of the cache in 16 bits."""
     given = {"head_dim": 128, **options}
     case = make(layout, kind, dtype, device, rows=40, causal=True, is_exact=is_exact, **given)
     (of_codes, lse), (of_elements, lse_of_elements) = case.call(has_codes=True), case.call(has_codes=False)
@@ -176,7 +176,7 @@ def test_many_rows(
 def test_more_rows_than_a_chunk_makes_elements_for(
     head_dim: int, layout: str, kind: str, dtype: torch.dtype, device: str
 ) -> None:
-    """More than eight tiles of a key head: on a GPU by a copy of the cache in 16 bits, with calls of other sizes between."""
+    """More than eight tiles per key head: on a GPU with a 16-bit copy of the cache, with calls of other sizes in between."""
     case = make(layout, kind, dtype, device, rows=300, causal=True, head_dim=head_dim)
     (of_codes, lse), (of_elements, lse_of_elements) = case.call(has_codes=True), case.call(has_codes=False)
     for sequences in (slice(0, 1), slice(3, 5), slice(None)):
@@ -190,7 +190,7 @@ def test_more_rows_than_a_chunk_makes_elements_for(
 @either
 @pytest.mark.parametrize("has_pages", [False, True])
 def test_a_window_of_a_long_cache(has_pages: bool, dtype: torch.dtype, device: str) -> None:
-    """Keys before the window are not copied, nor are pages that the table has dropped: what is in their place does not matter."""
+    """Keys before the window are not copied, nor are pages that the table no longer lists: their contents do not matter."""
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(2, 4, 300, 16, generator=generator).to(device, dtype)
     lengths, left = torch.tensor([3000, 900], dtype=torch.int32), 500
@@ -219,7 +219,7 @@ def test_a_window_of_a_long_cache(has_pages: bool, dtype: torch.dtype, device: s
 def test_many_rows_of_pages_with_less_room_than_max_seqlen_k(
     has_page_scales: bool, dtype: torch.dtype, device: str
 ) -> None:
-    """There are as many keys as the pages have room for, whatever max_seqlen_k is; of the cache of 16 bits, too."""
+    """The number of keys is limited by the pages, whatever max_seqlen_k is; also for a 16-bit cache."""
     generator = torch.Generator().manual_seed(3)
     q = torch.randn(80, 8, 64, generator=generator).to(device, dtype)
     k, v = (_quantized(torch.randn(4, 16, 2, 64, generator=generator)).to(device) for _ in range(2))
@@ -229,14 +229,14 @@ def test_many_rows_of_pages_with_less_room_than_max_seqlen_k(
     if has_page_scales:
         pages["k_scale"] = torch.full((4, 1, 1, 1), 0.5, device=device)
     out, more = (flashmoe.attention_varlen(q, k, v, ends, None, 40, most, **pages) for most in (32, 1000))
-    # A chunk's kernel may divide more keys into more shares.
+    # A chunk kernel may split more keys into more parts.
     torch.testing.assert_close(out, more, atol=0.02, rtol=0.0)
 
 
 @either
 @pytest.mark.parametrize("head_dim", [8, 40, 80, 128, 256])
 def test_head_dims(head_dim: int, dtype: torch.dtype, device: str) -> None:
-    """Rows that are no whole 16 bytes, too."""
+    """Including rows whose size is not a multiple of 16 bytes."""
     case = make("pages", "pages", dtype, device, head_dim=head_dim, page_size=48)
     assert torch.equal(case.call(has_codes=True)[0], case.call(has_codes=False)[0])
 
@@ -260,14 +260,14 @@ def test_other_scales_are_closer_to_float64_than_the_dequantised_cache(
                 kept.append((mine[index] - other).square().flatten())
         errors.append([torch.cat(kept).mean().sqrt().item() for kept in squares])
     (out, lse), (out_of_elements, lse_of_elements) = errors
-    assert out <= 1.02 * out_of_elements, errors  # both round the output; the rest is the cache's
-    assert device != "cpu" or lse <= 0.1 * lse_of_elements, errors  # which nothing rounds
+    assert out <= 1.02 * out_of_elements, errors  # both round the output; the remaining error comes from the cache
+    assert device != "cpu" or lse <= 0.1 * lse_of_elements, errors  # lse is not rounded
 
 
 @either
 @pytest.mark.parametrize("rows", [1, 40, 400])
 def test_a_cache_that_sequences_or_heads_share(rows: int, dtype: torch.dtype, device: str) -> None:
-    """A stride of 0, by each of the kernels: decoding, a chunk's, and after one copy in 16 bits."""
+    """A stride of 0, in each of the kernels: decoding, chunk, and with a 16-bit copy."""
     q, lengths = torch.randn(2, 8, rows, 64, dtype=dtype, device=device), torch.tensor([1000, 990], dtype=torch.int32)
     for shape in ((1, 2, 1000, 64), (2, 1, 1000, 64)):
         k, v = (torch.randn(shape, device=device).to(E4M3).expand(2, 2, 1000, 64) for _ in range(2))
@@ -290,7 +290,7 @@ def test_one_scale_for_all_pages_goes_with_pages_of_any_size() -> None:
 
 @either
 def test_ragged_queries_and_keys(dtype: torch.dtype, device: str) -> None:
-    """As attention_varlen takes them: rows of sequences, scales of sequences."""
+    """The arguments of attention_varlen: ragged rows and scales per sequence."""
     generator = torch.Generator().manual_seed(5)
     rows, keys = (3, 1, 0, 7), (40, 1, 5, 130)
     cu_q, cu_k = (
@@ -310,7 +310,7 @@ def test_ragged_queries_and_keys(dtype: torch.dtype, device: str) -> None:
 
 
 def test_a_scale_of_a_sequence_without_keys_changes_nothing() -> None:
-    """On the CPU, where inexact scales take another way; keys behind the last sequence are nobody's."""
+    """On the CPU, where inexact scales use another code path; keys after the last sequence belong to no sequence."""
     generator = torch.Generator().manual_seed(6)
     q = torch.randn(12, 4, 64, generator=generator).half()
     k, v = (torch.randn(90, 2, 64, generator=generator).to(E4M3) for _ in range(2))
@@ -398,7 +398,7 @@ def test_compiled() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float32, torch.int32])
 def test_a_floating_scale_is_handed_on_in_float32(dtype: torch.dtype) -> None:
-    """Another one as it is, for the rule that refuses it."""
+    """A scale of another dtype is passed on unchanged, for the rule that rejects it."""
     found, factor = split_scale("k_scale", torch.ones(2, dtype=dtype))
     assert found is not None
     assert (found.dtype, factor) == (torch.float32 if dtype.is_floating_point else dtype, 1.0)

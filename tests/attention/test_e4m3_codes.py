@@ -1,4 +1,4 @@
-"""Every code, scale, query and weight over caches in e4m3, and what is appended to them."""
+"""Caches in e4m3: every code, scales, queries and weights of any range, and appended values."""
 
 import math
 
@@ -14,7 +14,7 @@ from .test_e4m3 import E4M3, NAN_CODE, _quantized, either, make
 @pytest.mark.parametrize("rows", [1, 48, 300])
 @pytest.mark.parametrize("exponent", [-20, -7, 0, 20])
 def test_every_code(exponent: int, rows: int, dtype: torch.dtype, device: str) -> None:
-    """256 sequences of one key, by each of the kernels: decoding, a chunk's, and after a copy. Its value is the result, and the log-sum-exp is the score."""
+    """256 sequences of one key, in each of the kernels (decoding, chunk, with a copy). The result is the key's value, the log-sum-exp its score."""
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3)
     k = torch.zeros(256, 1, 1, 64, dtype=torch.uint8).view(E4M3)
     k.view(torch.uint8)[:, 0, 0, 5] = codes.view(torch.uint8)
@@ -23,7 +23,7 @@ def test_every_code(exponent: int, rows: int, dtype: torch.dtype, device: str) -
     q = torch.zeros(256, heads, rows, 64, dtype=dtype)
     q[..., 5] = 2.0
     scale = 2.0**exponent
-    of_keys = scale if device == "cpu" else 1.0  # there keys times their scale may be no elements of the type
+    of_keys = scale if device == "cpu" else 1.0  # on a GPU keys times their scale may not be representable in the type
     out, lse = flashmoe.attention_with_kvcache(
         *(tensor.to(device) for tensor in (q, k, v)),
         cache_seqlens=torch.ones(256, dtype=torch.int32, device=device),
@@ -36,10 +36,10 @@ def test_every_code(exponent: int, rows: int, dtype: torch.dtype, device: str) -
     assert torch.equal(lse.isnan().cpu(), score.isnan()[:, None, None].expand(lse.shape))
     seen = ~score.isnan()
     expected_lse = score[seen][:, None, None].expand(-1, heads, rows)
-    # A weight of float16 has 16 bits on the tile unit, which its sum adds as they are.
+    # On tensor cores a weight in float16 has 16 bits, and its sum adds it in that form.
     assert torch.allclose(lse.cpu()[seen], expected_lse, atol=2.0**-16, rtol=1e-6)
     expected = values[seen].to(dtype)
-    last_bit = 2.0**-24 if dtype is torch.float16 else 0.0  # of subnormal numbers: half of it rounds either way
+    last_bit = 2.0**-24 if dtype is torch.float16 else 0.0  # for subnormal numbers: half of it may round either way
     assert torch.equal(out.cpu()[seen].isnan(), expected.isnan())
     assert torch.allclose(out.cpu()[seen].float().nan_to_num(), expected.float().nan_to_num(), rtol=0.0, atol=last_bit)
 
@@ -47,7 +47,7 @@ def test_every_code(exponent: int, rows: int, dtype: torch.dtype, device: str) -
 @either
 @pytest.mark.parametrize("change", ["zeros", "tiny", "huge", "subnormal"])
 def test_queries_of_any_range(change: str, dtype: torch.dtype, device: str) -> None:
-    """Where a kernel has another form for queries of a small range, it must know theirs."""
+    """If a kernel has a special form for queries of a small range, it must detect their range."""
     case = make("pages", "heads", dtype, device, head_dim=128)
     least, most = (-14.0, 15.0) if dtype is torch.float16 else (-126.0, 100.0)
     if change == "zeros":
@@ -66,7 +66,7 @@ def test_queries_of_any_range(change: str, dtype: torch.dtype, device: str) -> N
 @pytest.mark.parametrize("gap", [4, 12, 22, 44])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_weights_of_any_range(gap: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
-    """A key that outweighs the others by e^gap and has no values: what is left of those shows every bit of their weights."""
+    """A key that outweighs the others by e^gap and whose values are 0: what remains of the others shows every bit of their weights."""
     generator = torch.Generator().manual_seed(5)
     q = torch.zeros(2, 8, 1, head_dim, dtype=dtype)
     q[..., 0] = math.sqrt(head_dim)
@@ -84,7 +84,7 @@ def test_weights_of_any_range(gap: int, head_dim: int, dtype: torch.dtype, devic
 
 
 def test_a_page_without_values_and_one_with_many(device: str) -> None:
-    """A scale of zero, as some quantisers give for zeros, and scales 2^40 apart, within a sequence."""
+    """A scale of zero, as some quantisers give for zeros, and scales 2^40 apart, in one sequence."""
     v = torch.full((3, 16, 1, 64), 1.0).to(E4M3).to(device)
     scale = torch.tensor([0.0, 2.0**-20, 2.0**20], device=device).view(3, 1, 1, 1)
     for order in ([0, 1, 2], [2, 1, 0], [1, 0, 1]):
@@ -102,7 +102,7 @@ def test_a_page_without_values_and_one_with_many(device: str) -> None:
 @either
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_appending_rounds_every_number(scale: float, dtype: torch.dtype, device: str) -> None:
-    """All bit patterns: to nearest even, saturating, NaN kept."""
+    """All bit patterns: rounded to nearest even, saturating, NaN kept."""
     new = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(4, 2, 64, 128)
     cache = torch.zeros(4, 2, 70, 128, dtype=torch.uint8).view(E4M3).to(device)
     other = torch.zeros_like(cache)
@@ -125,7 +125,7 @@ def test_appending_rounds_every_number(scale: float, dtype: torch.dtype, device:
 
 @pytest.mark.parametrize("kind", ["heads", "sequences", "pages"])
 def test_appended_keys_are_attended_to(kind: str, device: str) -> None:
-    """A cache that grows by new keys gives what a cache that had them gives."""
+    """A cache to which new keys are appended gives the same result as a cache that already has them."""
     generator = torch.Generator().manual_seed(3)
     new = torch.randn(2, 2, 5, 64, generator=generator).half().to(device)
     q = torch.randn(2, 4, 1, 64, generator=generator).half().to(device)

@@ -1,5 +1,5 @@
-"""Caches of float8_e4m3fn: drawn lengths, pages, heads and scales against attention by definition, in float64, and bit for bit against the same
-call on the dequantised cache."""
+"""Caches of float8_e4m3fn: random lengths, pages, heads and scales, compared with attention by definition in float64, and bit for bit with
+the same call on the dequantised cache."""
 
 import math
 from dataclasses import dataclass
@@ -41,14 +41,14 @@ def test_any_cache(
     seed: int,
     device: str,
 ) -> None:
-    """As many rows of each sequence; scales around 2^-20 to 2^20, those of keys the other way about, and queries too, so that scores are as ever."""
+    """The same number of rows in each sequence; scales from about 2^-20 to 2^20, inverted for keys, with queries scaled to keep scores in range."""
     generator = torch.Generator().manual_seed(seed)
     rows, most, batch = sizes[0][0], max(keys for _, keys in sizes), len(sizes)
     q = torch.randn(batch, heads[0], rows, head_dim, generator=generator)
     codes = [torch.randn(batch, heads[1], most, head_dim, generator=generator).to(E4M3) for _ in "kv"]
     pages = -(-most // page_size) if page_size else 1
     table = torch.randperm(batch * pages, generator=generator).view(batch, pages).to(torch.int32)
-    has_scales = page_size > 0 and page_size % 16 == 0  # of pages
+    has_scales = page_size > 0 and page_size % 16 == 0  # for pages
     kinds = ["sequences" if kind == "pages" and not has_scales else kind for kind in scales]
     shapes = {
         "one": (1, 1, 1),
@@ -107,8 +107,8 @@ def test_any_cache(
 
 @dataclass(frozen=True)
 class Call:
-    """Over codes whose scales are powers of two, or over their values. ``sizes``: rows and keys of each sequence; dense rows are those of the
-    first. ``page_size`` 0: a dense cache. ``mask``: "", which of its dimensions are not 1, bool or additive, or "slopes" of ALiBi."""
+    """A call on codes whose scales are powers of two, or on their values. ``sizes``: rows and keys of each sequence; dense rows are those of the
+    first. ``page_size`` 0: a dense cache. ``mask``: "" for none, its dimensions that are not 1 (bool or additive), or "slopes" for ALiBi."""
 
     sizes: list[tuple[int, int]]
     is_ragged: bool
@@ -210,7 +210,7 @@ def calls() -> st.SearchStrategy[Call]:
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(call=calls(), dtype=st.sampled_from([torch.float16, torch.bfloat16]))
 def test_the_bits_of_the_dequantised_cache(call: Call, dtype: torch.dtype, device: str) -> None:
-    """With every option, for any number of rows: the order of sums is that of the call over 16 bits."""
+    """With every option, for any number of rows: the order of sums is that of the call on 16-bit keys."""
     of_codes, of_elements = (run(call.arguments(dtype, device, has_codes=has_codes)) for has_codes in (True, False))
     assert not of_codes[0].isnan().any()
     assert all(torch.equal(*(one.nan_to_num(7.0) for one in pair)) for pair in zip(of_codes, of_elements, strict=True))

@@ -1,4 +1,4 @@
-"""What attention's Python answers, whole, at each side of each of its limits and for every kind of input that it tells apart."""
+"""The full results of attention's Python code, on each side of each of its limits and for every kind of input that it distinguishes."""
 
 import re
 from collections.abc import Callable
@@ -30,7 +30,7 @@ F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 def of(*shape: int, device: torch.device = CPU, dtype: torch.dtype = F32, grad: bool = False) -> Any:
-    """What looks like a tensor to the rules for devices, dtypes and shapes."""
+    """An object that looks like a tensor to the rules for devices, dtypes and shapes."""
     return SimpleNamespace(
         shape=torch.Size(shape), device=device, dtype=dtype, requires_grad=grad, dim=lambda: len(shape)
     )
@@ -135,7 +135,7 @@ def test_scales_of_ragged_codes(wrong: tuple[int, ...]) -> None:
         assert fp8._dequantize_tokens("q_scale", codes, values, 2.0, ENDS, F32).equal(expected[shape])
     assert fp8._dequantize_tokens("q_scale", codes, None, 2.0, ENDS, F32).equal(codes.float() * 2)
     none = fp8._dequantize_tokens("q_scale", codes, torch.ones(0, 2), 2.0, ENDS[:1], F32)
-    assert none.equal(codes.float())  # tokens of no sequence
+    assert none.equal(codes.float())  # tokens that belong to no sequence
 
 
 @pytest.mark.parametrize(
@@ -301,12 +301,12 @@ def test_variables_that_are_none_of_ours() -> None:
     assert found == [True, True, True, True, False, True]
 
 
-# Counts, and dimensions that are mapped
+# Counts, and mapped dimensions
 
 
 @pytest.mark.parametrize("needs", range(8))
 def test_products_of_a_backward_pass(needs: int) -> None:
-    """Scores always; dQ and dK over q's head_dim; dP for these, dV, over v's."""
+    """The scores always; dQ and dK over q's head_dim; dP for these two, and dV, over v's."""
     dq, dk, dv = (needs >> bit & 1 for bit in range(3))
     of_q, of_v = 1 + dq + dk, (1 if dq or dk else 0) + dv
     assert flops.backward_products(needs) == (of_q, of_v)
@@ -350,7 +350,7 @@ def test_a_mapped_dimension_is_part_of_the_batch(dim: int | None) -> None:
 def test_gradients_by_torch_operations(
     monkeypatch: pytest.MonkeyPatch, given: tuple[bool, bool], causal: bool, rows: int, keys: int
 ) -> None:
-    """In blocks that are smaller than the problem, against autograd in float64; each subset of what may be needed."""
+    """In blocks that are smaller than the problem, against autograd in float64; for each subset of needed gradients."""
     monkeypatch.setattr(backward, "BLOCKS", {"cpu": backward.BlockSize(3, 1)})
     monkeypatch.setattr(backward, "MIN_ROWS_PER_BLOCK", 2)
     generator = torch.Generator().manual_seed(rows)
@@ -406,7 +406,7 @@ def test_pages_and_ragged_masks_have_no_gradient() -> None:
 def test_when_codes_are_multiplied_as_they_are(
     monkeypatch: pytest.MonkeyPatch, scale: float, is_plain: bool, change: str
 ) -> None:
-    """On a described device, which counts as one with the kernel: without an option, a gradient or a scale that is not above zero."""
+    """On a meta device, which counts as having the kernel: if there is no option, no gradient, and a scale above zero."""
     place = "cpu" if change == "cpu" else "meta"
     codes, ends = torch.zeros(5, 2, 8, device=place).to(torch.float8_e4m3fn), ENDS.to(place)
     scales: Any = (torch.ones((), device=place, requires_grad=True) if change == "grad" else None, None, None)

@@ -1,4 +1,4 @@
-"""Which way attention's Python goes, and what only a GPU's calls, an engine's or a command line's reach of it."""
+"""The choices that attention's Python code makes, including those that only a GPU's calls, an engine or a command line reach."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ from flashmoe.attn import (
 )
 from flashmoe.errors import ArgumentError, DifferentiationError, FlashmoeError, ShapeError
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's warnings about itself
 
 
 def test_how_large_a_mask_of_dropout_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_calls_that_were_accepted_are_forgotten_when_they_are_many(monkeypatch: 
 
 
 def test_a_tracer_is_not_warned_about_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose sizes are tensors: to look at them would warn of a trace that holds for these alone."""
+    """Its sizes are tensors: checking them would warn about a trace that only holds for these sizes."""
     monkeypatch.setattr(layout, "calls_left", 16)
     torch.jit.trace(lambda q: layout.look_at(q, q) or q + 1, torch.zeros(1, 64, 8, 16), check_trace=False)
 
@@ -75,7 +75,7 @@ def test_the_scale_of_a_query_without_columns(sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("needs", range(16))
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_a_tracer_hears_of_gradients(device: str, needs: int) -> None:
-    """Each where it is needed; row_dot of GPUs alone; the sinks' where there are sinks."""
+    """Each gradient only if needed; row_dot only on GPUs; the sinks' gradient only if there are sinks."""
     with FakeTensorMode():
         q, k, lse = (torch.empty(sizes, device=device) for sizes in ((2, 4, 3, 8), (2, 2, 5, 8), (2, 4, 3)))
         for sinks in (None, torch.empty(4, device=device)):
@@ -90,7 +90,7 @@ def test_what_a_tracer_hears_of_gradients(device: str, needs: int) -> None:
 
 
 def test_what_one_call_of_the_operator_answers() -> None:
-    """Of scaled_dot_product_attention: as torch's own words for shapes say it."""
+    """For scaled_dot_product_attention: follows torch's own rules for shapes."""
     sizes = [(2, 4, 3, 8), (1, 4, 3, 8), (2, 2, 3, 8), (2, 4, 5, 8), (4, 3, 8), (1, 2, 4, 3, 8)]
     for q, k, causal, gqa in itertools.product(sizes, sizes, (False, True), (False, True)):
         is_square = not causal or q[-2] == k[-2]
@@ -101,7 +101,7 @@ def test_what_one_call_of_the_operator_answers() -> None:
 @pytest.mark.parametrize("has_products", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_products_of_rows_that_the_kernels_left(ragged: bool, has_products: bool) -> None:
-    """The sinks' gradient is made of them; where there are none, of the upstream gradient and the result."""
+    """The sinks' gradient is computed from them; if there are none, from the upstream gradient and the result."""
     q = torch.randn((5, 2, 8) if ragged else (1, 2, 5, 8))
     ends = torch.tensor([0, 5], dtype=torch.int32) if ragged else None
     lse, sinks, grad_lse, products = (torch.randn(sizes) for sizes in (q.shape[:-1], (2,), q.shape[:-1], q.shape[:-1]))
@@ -131,7 +131,7 @@ def test_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("found", range(8))
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float64", "no rows", "no keys", "wide values"])
 def test_who_computes_a_gradient(monkeypatch: pytest.MonkeyPatch, kind: str, found: int) -> None:
-    """The kernels, of what they have; where they have nothing, torch's operations."""
+    """The kernels compute the gradients that they support; otherwise torch operations do."""
     dtype = getattr(torch, kind) if hasattr(torch, kind) else torch.float32
     q, k = torch.randn(1, 2, 0 if kind == "no rows" else 3, 8), torch.randn(1, 2, 0 if kind == "no keys" else 5, 8)
     v, used = k[..., :4] if kind == "wide values" else k, list[str]()
@@ -164,7 +164,7 @@ def test_who_computes_a_gradient(monkeypatch: pytest.MonkeyPatch, kind: str, fou
 
 
 def test_calls_that_differ_are_accepted_one_by_one() -> None:
-    """Whatever decides whether a call is refused tells two of them apart."""
+    """Calls that differ in anything that decides whether they are rejected have different keys."""
     rows, lengths, table, sinks = torch.zeros(2, 2, 1, 8), torch.zeros(2).int(), torch.zeros(2, 1).int(), torch.zeros(2)
     tensors = (rows, rows, rows, None, None, lengths, table, sinks, torch.zeros(2, 2, 1, 1))
     given = options.Varlen(*tensors, 3, 4, 0.5, -1, 0, 1.0, 2)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def test_calls_that_differ_are_accepted_one_by_one() -> None:
     seen = [kvcache._layouts(given, others)]
     for at, value in enumerate(given):
         if isinstance(value, Tensor):
-            changes: tuple[Any, ...] = (value.double(), value[:1])  # of caches the append looks at the rest
+            changes: tuple[Any, ...] = (value.double(), value[:1])  # for caches, the append checks the rest
             changes += (value.to("meta"),) if at != 2 else ()
             changes += (None,) if at > 4 else ()
             changes += (torch.empty(*value.shape, 2)[..., 0],) if at not in (1, 2) else ()
@@ -203,7 +203,7 @@ def test_an_engine_s_call_is_the_operator_s(has_codes: bool, is_wrong: bool) -> 
 
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_a_mask_s_gradient_as_the_kernels_left_it(monkeypatch: pytest.MonkeyPatch, is_stored: bool) -> None:
-    """Whole, in padded rows; or still to be summed."""
+    """Either complete, in padded rows, or still to be summed."""
     q, mask = torch.zeros(1, 2, 3, 8, device="meta"), torch.zeros(1, 2, 3, 5)
     given = options.VarlenBackward(None, None, q, q, q, *[None] * 4, mask, q, q[..., 0], 0, 0, 1.0, -1, -1, 0.0, 7)
     stored, products, sums = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3), torch.randn(1, 2, 3, 5)
@@ -216,7 +216,7 @@ def test_a_mask_s_gradient_as_the_kernels_left_it(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_command_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Leaves the current folder and looks at the streams; one that is given does neither."""
+    """As a program it leaves the current folder and prepares the streams; when called with arguments it does neither."""
     prepared: list[str] = []
     for name in ("leave_current_folder", "prepare_streams"):
         monkeypatch.setattr(__main__, name, lambda name=name: prepared.append(name))
@@ -266,7 +266,7 @@ def test_how_a_command_ends(
 
 
 def test_operations_that_only_a_gpu_counts() -> None:
-    """Of a mask's gradient, which needs the scores and dP, and of 8-bit floats over sequences."""
+    """For a mask's gradient, which needs the scores and dP, and for 8-bit floats over sequences."""
     q, k, v = torch.zeros(2, 4, 3, 8), torch.zeros(2, 2, 5, 8), torch.zeros(2, 2, 5, 16)
     scores = 2 * 2 * 4 * 3 * 5
     assert (
@@ -290,7 +290,7 @@ def test_what_products_of_codes_give(return_lse: bool) -> None:
 
 
 def test_parts_with_columns_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel reads is contiguous in its last dimension, and copied only where it is not."""
+    """The kernel's inputs are contiguous in the last dimension, and copied only if they are not."""
     seen: list[Tensor] = []
     monkeypatch.setattr(
         torch.ops.flashmoe, "_attention_merge", SimpleNamespace(default=lambda *given: seen.extend(given))
@@ -326,7 +326,7 @@ def test_what_operators_refuse_that_are_called_by_name() -> None:
 
 
 def test_a_cache_stays_as_it_is_where_what_follows_is_refused() -> None:
-    """By attention alone: the new keys themselves are right."""
+    """Rejected by attention; the new keys themselves are valid."""
     cache, new = torch.zeros(1, 2, 8, 16), torch.ones(1, 2, 1, 16)
     for wrong in ({"sinks": torch.zeros(3)}, {"softcap": -1.0}, {"num_splits": 99}, {"window": (-2, 0)}):
         with pytest.raises(FlashmoeError):
@@ -344,7 +344,7 @@ def test_out_and_a_probability_that_is_no_float() -> None:
 
 
 def test_a_route_for_jagged_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which has no say where something else is in the way."""
+    """It is not used if there is another obstacle."""
     route = sdpa_dispatch.Route(sdpa_dispatch.Path.FLASHMOE, "jagged")
     rows = torch.nested.nested_tensor([torch.zeros(2, 3, 8)], layout=torch.jagged)
     assert flashmoe.explain(rows, rows, rows).reason == sdpa_dispatch.NESTED

@@ -1,4 +1,4 @@
-"""Which way a call goes, and why: each reason to leave it to torch, and where the operator without a log-sum-exp serves."""
+"""Which path a call takes, and why: each reason to leave it to torch, and when the operator without a log-sum-exp runs."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -194,11 +194,11 @@ SHORT: dict[str, tuple[Any, Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # what torch's tracer says of a trace
+@pytest.mark.filterwarnings("ignore")  # warnings of torch's tracer
 @pytest.mark.parametrize("kind", SHORT)
 @pytest.mark.parametrize("how", ["plain", "lse", "no_grad", "q", "k", "v", "mode", "traced", "mapped", "level"])
 def test_where_the_operator_without_a_log_sum_exp_serves(monkeypatch: pytest.MonkeyPatch, kind: str, how: str) -> None:
-    """Where nothing asks for more, and only there: a gradient, a transform, a mode and a tracer need the other one."""
+    """Only if nothing needs more: a gradient, a transform, a mode or a tracer needs the other operator."""
     place, function, call = SHORT[kind]
     used: list[str] = []
     short = place._inference_operator
@@ -209,7 +209,7 @@ def test_where_the_operator_without_a_log_sum_exp_serves(monkeypatch: pytest.Mon
     elif how == "no_grad":
         call = {**call, "q": call["q"].clone().requires_grad_()}
     elif how in ("k", "v"):
-        return  # codes, which have no gradient
+        return  # codes have no gradient
     rest = {name: value for name, value in call.items() if name != "q"}
     if how == "mode":
         with FlopCounterMode(display=False):
@@ -224,7 +224,7 @@ def test_where_the_operator_without_a_log_sum_exp_serves(monkeypatch: pytest.Mon
         with forward_ad.dual_level():
             function(**call)
     elif kind == "codes" and how == "q":
-        return  # refused
+        return  # rejected
     else:
         with torch.set_grad_enabled(how != "no_grad"):
             function(**call, return_lse=how == "lse")
@@ -243,11 +243,11 @@ TRAINED: dict[str, tuple[str, Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore")  # what torch's tracer says of a trace
+@pytest.mark.filterwarnings("ignore")  # warnings of torch's tracer
 @pytest.mark.parametrize("kind", TRAINED)
 @pytest.mark.parametrize("how", ["plain", "mode", "traced", "autocast", "q", "k", "v"])
 def test_where_a_gradient_has_a_function_of_its_own(monkeypatch: pytest.MonkeyPatch, kind: str, how: str) -> None:
-    """Whichever tensor asks for one; a mode, a tracer, autocast and what is derived from a tensor need the dispatcher."""
+    """Whichever tensor requires a gradient; a mode, a tracer, autocast and tensor subclasses need the dispatcher."""
     name, function, call = TRAINED[kind]
     used: list[str] = []
     own = getattr(autograd, name)
@@ -293,7 +293,7 @@ FAILING: dict[str, tuple[Any, str, Callable[..., Any], dict[str, Any]]] = {
 def test_an_error_that_nothing_explains_is_raised_as_it_is(
     monkeypatch: pytest.MonkeyPatch, kind: str, is_ours: bool
 ) -> None:
-    """And where a rule of ours explains it, that is told, with the operator's own behind it."""
+    """If a rule of flashmoe explains the error, that is raised, with the operator's own error as its cause."""
     place, name, function, call = FAILING[kind]
     error = RuntimeError("flashmoe:shape: told by C++" if is_ours else "of somebody else")
 
@@ -350,7 +350,7 @@ def test_a_gradient_of_the_right_dtype_is_passed_on(dtype: torch.dtype) -> None:
         assert function(like, None).shape == (0,)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's warnings about itself
 def test_codes_with_a_tangent_are_refused() -> None:
     codes = torch.zeros(2, 3, 2, 8).to(torch.float8_e4m3fn)
     call = {**CALLS["pages"][1], "k": codes, "v": codes, "q": torch.zeros(5, 2, 8, dtype=BF16)}

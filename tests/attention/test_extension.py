@@ -1,4 +1,4 @@
-"""Finding and loading the extension, and what is said when that fails."""
+"""Finding and loading the extension, and the errors when that fails."""
 
 import importlib.util
 import inspect
@@ -25,7 +25,9 @@ USE = "import flashmoe; flashmoe.attention"
 
 
 def _python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    with tempfile.TemporaryDirectory() as elsewhere:  # python -c looks into its folder first, where the sources may be
+    with (
+        tempfile.TemporaryDirectory() as elsewhere
+    ):  # python -c searches its folder first, which may contain the sources
         return subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,
@@ -107,7 +109,7 @@ def test_unreadable_version_is_refused() -> None:
 
 
 def test_old_torch_is_refused_before_it_is_imported(tmp_path: Path) -> None:
-    """A torch 2.8.0 by its metadata, whose import would fail: the version is what is reported."""
+    """A torch whose metadata says 2.8.0 and whose import would fail: the error reports the version."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('torch was imported')\n")
     information = tmp_path / "torch-2.8.0.dist-info"
@@ -182,7 +184,7 @@ def test_undefined_symbol_is_explained(compiler: str, tmp_path: Path) -> None:
 
 
 def test_library_without_the_operator(compiler: str, tmp_path: Path) -> None:
-    """The file is a library, but not ours."""
+    """The file is a library, but not flashmoe's."""
     library = _library(compiler, tmp_path, "int unrelated() { return 1; }")
     line = _last_line(run_python("-c", USE, environ={"FLASHMOE_LIBRARY": str(library)}))
     assert "registers no operator flashmoe::flash_attention_forward" in line
@@ -289,7 +291,7 @@ def test_a_further_operation_is_one_package(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_no_module_hides_a_function() -> None:
-    """Importing a submodule sets it on the package: none has the name of what a user calls."""
+    """Importing a submodule sets it on the package, so no submodule may have the name of a public function."""
     for name in flashmoe.__all__:
         assert name == "__version__" or importlib.util.find_spec(f"flashmoe.{name}") is None, name
     importlib.import_module("flashmoe.attn.varlen")
@@ -298,7 +300,7 @@ def test_no_module_hides_a_function() -> None:
 
 @pytest.mark.parametrize("cause", [None, OSError("file too short")])
 def test_whose_words_are_explained(monkeypatch: pytest.MonkeyPatch, cause: OSError | None) -> None:
-    """Those of the loader, which some versions of torch wrap in their own."""
+    """The loader's message, which some versions of torch wrap in their own."""
     wrapped = RuntimeError("undefined symbol: of_torch")
     wrapped.__cause__ = cause
 
@@ -333,7 +335,7 @@ def test_a_thread_that_waits_finds_the_library_loaded(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("schema", ["", "nothing() -> Tensor"])
 def test_an_operator_that_the_library_lacks(monkeypatch: pytest.MonkeyPatch, schema: str) -> None:
-    """Unless it is written in Python."""
+    """Allowed only if it is written in Python."""
     operators, registered = (SimpleNamespace(name="nothing_of_ours", schema=schema),), []
     monkeypatch.setattr("flashmoe.operator.find_operators", lambda: operators)
     monkeypatch.setattr("flashmoe.operator.register", registered.append)
@@ -354,7 +356,7 @@ def test_texts_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whose_version_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of the torch which is imported."""
+    """The version of the torch that is imported."""
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__="9.8.7"))  # type: ignore[arg-type]
     assert _extension.torch_version() == "9.8.7"
 

@@ -1,4 +1,4 @@
-"""q, k and v of float8_e4m3fn: against the recurrence of the kernels, float64 and the 16-bit kernels; what is unused holds NaN."""
+"""q, k and v in float8_e4m3fn: against a reference of the kernels' recurrence, float64 and the 16-bit kernels; unused memory holds NaN."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ from flashmoe_tools.operations.attention.e4m3 import E4M3, Codes, attend
 from .reference import assert_ran_here, reference
 
 NAN_CODE = 0x7F
-ROUNDED = 0.031  # of P to three bits of fraction, relatively, root mean square, with something for the tensor cores
+ROUNDED = 0.031  # relative RMS error of rounding P to three fraction bits, with a margin for the tensor cores
 SHAPES = (  # batch, heads, key heads, rows, keys, head dim
     (1, 2, 1, 65, 257, 128),
     (2, 4, 2, 130, 128, 64),
@@ -25,7 +25,7 @@ SHAPES = (  # batch, heads, key heads, rows, keys, head dim
     (1, 3, 1, 129, 400, 80),
     (1, 2, 1, 70, 2400, 64),
 )
-BLOCKS = {3: 128, 4: 64}  # kinds of scales, rows of a block
+BLOCKS = {3: 128, 4: 64}  # kind of scales: rows per block
 either = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
@@ -43,7 +43,7 @@ def poisoned(tensor: Tensor, device: str) -> Tensor:
 
 
 def draw(shape: tuple[int, ...], *, scales: int = 0, seed: int = 0, size: float = 1.0) -> tuple[Codes, Codes, Codes]:
-    """Codes and a scale for each batch and head, equal in the dimensions that ``scales`` leaves out."""
+    """Codes with a scale per batch and head, equal in the dimensions that ``scales`` leaves out."""
     batch, heads, heads_kv, rows, keys, head_dim = shape
     generator = torch.Generator().manual_seed(seed)
 
@@ -56,7 +56,7 @@ def draw(shape: tuple[int, ...], *, scales: int = 0, seed: int = 0, size: float 
         return Codes(values.to(E4M3), (torch.rand(sizes, generator=generator) + 0.5).expand(batch, of_heads))
 
     q, k, v = one(heads, rows), one(heads_kv, keys), one(heads_kv, keys)
-    if scales == 4:  # values have none of 64
+    if scales == 4:  # values have no scales for blocks of 64
         v = Codes(v.codes, v.scale[..., ::128].repeat_interleave(128, dim=2)[..., :keys])
     return q, k, v
 
@@ -104,7 +104,7 @@ def test_the_recurrence(shape: tuple[int, ...], scales: int, causal: bool, devic
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("keys", [128, 1000, 8192])
 def test_error_against_float64(keys: int, head_dim: int, causal: bool, device: str) -> None:
-    """Root mean square: no more in long contexts than in short ones."""
+    """Root mean square error: no larger in long contexts than in short ones."""
     q, k, v = draw((1, 2, 1, 64, keys, head_dim), seed=keys)
     out, lse = call(q, k, v, device, causal=causal)
     exact, exact_lse = reference(wide(q), wide(k), wide(v), causal)
@@ -117,7 +117,7 @@ def test_error_against_float64(keys: int, head_dim: int, causal: bool, device: s
 
 
 def test_every_code(device: str) -> None:
-    """256 sequences of one key: its value is the result, the log-sum-exp the score."""
+    """256 sequences of one key: the result is the key's value, the log-sum-exp its score."""
     codes = torch.arange(256, dtype=torch.uint8)
     k = torch.zeros(256, 1, 1, 64, dtype=torch.uint8)
     k[:, 0, 0, 5] = codes
@@ -136,7 +136,7 @@ def test_every_code(device: str) -> None:
 
 @pytest.mark.parametrize("keys", [4096, 131072])
 def test_a_needle(keys: int, device: str) -> None:
-    """One key of many has all the weight; and values that are all alike come out as they are, however many are added."""
+    """One key of many has all the weight; and values that are all equal are returned unchanged, however many are summed."""
     if device == "cpu" and keys > 4096:
         keys = 8192
     generator = torch.Generator().manual_seed(3)
@@ -155,7 +155,7 @@ def test_a_needle(keys: int, device: str) -> None:
 
 
 def test_bits_do_not_depend_on_the_call(device: str) -> None:
-    """Run again; a sequence alone; the last rows as a chunk; the first keys of a longer sequence."""
+    """Repeated; one sequence in its own call; the last rows as a chunk; the first keys of a longer sequence."""
     q, k, v = draw((3, 4, 2, 200, 333, 128), scales=2)
     whole = call(q, k, v, device, scales=2, causal=True)
     for _ in range(50 if device != "cpu" else 2):
@@ -180,7 +180,7 @@ def test_bits_do_not_depend_on_the_call(device: str) -> None:
 @either
 @pytest.mark.parametrize("kind", [3, 4])
 def test_equal_scales_of_blocks_are_one_scale(kind: int, causal: bool, device: str) -> None:
-    """Powers of two: the products by which the scores are scaled are exact."""
+    """With powers of two, the products that scale the scores are exact."""
     q, k, v = draw((2, 4, 2, 200, 333, 128))
 
     def all_of(codes: Codes, scale: float) -> Codes:
@@ -200,12 +200,12 @@ def test_equal_scales_of_blocks_are_one_scale(kind: int, causal: bool, device: s
 @either
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_scales_of_blocks_of_queries_alone(head_dim: int, causal: bool, device: str) -> None:
-    """Powers of two: as codes that are as much larger."""
+    """With powers of two: equal to codes that are larger by the same factor."""
     q, k, v = (one.codes.to(device) for one in draw((1, 4, 2, 400, 333, head_dim)))
     scale = 2.0 ** torch.randint(-1, 2, (1, 4, 7), device=device).float()
     q = (q.float() * 0.125).to(E4M3)
     larger = (q.float() * scale.repeat_interleave(64, 2)[:, :, :400, None]).to(E4M3)
-    small = q.float().abs() < 2**-5  # of which halves may be rounded
+    small = q.float().abs() < 2**-5  # halving these may round
     q, larger = (one.float().masked_fill(small, 0.0).to(E4M3) for one in (q, larger))
     found = flashmoe.attention(q, k, v, causal=causal, q_scale=scale, return_lse=True)
     wanted = flashmoe.attention(larger, k, v, causal=causal, return_lse=True)
@@ -228,7 +228,7 @@ def test_rows_that_see_keys_of_no_scale_are_nan(head_dim: int, scale: float, dev
 
 
 def test_retrieval_among_many_keys(device: str) -> None:
-    """One key for each query stands out of the noise by half of all weight: 8 bits find the values that 16 bits find."""
+    """One key per query stands out from the noise with half of all weight: 8 bits find the same values as 16 bits."""
     keys = 131072 if device != "cpu" else 8192
     generator = torch.Generator().manual_seed(11)
     q = torch.randn(1, 4, 64, 128, generator=generator)
@@ -248,7 +248,7 @@ def test_retrieval_among_many_keys(device: str) -> None:
 
 @either
 def test_smooth_keys(causal: bool, device: str) -> None:
-    """Keys with a mean of eight times their deviation: without it, the error of 8 bits is a fraction of what it was."""
+    """Keys whose mean is eight times their deviation: subtracting it reduces the error of 8 bits to a fraction."""
     generator = torch.Generator().manual_seed(12)
     q, k, v = (torch.randn(1, 2, 256, 64, generator=generator) for _ in range(3))
     k += 8.0 * torch.randn(1, 2, 1, 64, generator=generator)
@@ -277,7 +277,7 @@ def call_plain(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, causal: bool) -
 
 @pytest.mark.parametrize("layout", ["bshd", "expanded", "offset", "columns"])
 def test_layouts(layout: str, device: str) -> None:
-    """Whatever the strides, the bits are those of contiguous tensors."""
+    """With any strides, the bits are those of contiguous tensors."""
     head_dim = 40 if layout == "columns" else 64
     q, k, v = draw((2, 4, 4, 100, 140, head_dim))
     expected = call(q, k, v, device, is_poisoned=False)

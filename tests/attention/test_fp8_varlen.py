@@ -1,4 +1,4 @@
-"""Ragged batches of q, k and v in float8_e4m3fn: against dense calls, bit for bit where products are of 8 bits; what is unused holds NaN."""
+"""Ragged batches of q, k and v in float8_e4m3fn: against dense calls, bit for bit with 8-bit products; unused memory holds NaN."""
 
 import math
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ from flashmoe_tools.operations.attention.e4m3 import E4M3
 from .reference import assert_ran_here, reference
 from .test_fp8 import NAN_CODE, has_products_of_8_bits
 
-SPARE = 5  # rows of q behind those of the sequences
+SPARE = 5  # rows of q after those of the sequences
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Lengths, heads and head dims; ``scales``: dimensions of those in memory; ``room``: keys behind each sequence's used ones."""
+    """Lengths, heads and head dims; ``scales``: number of dimensions of the scales; ``room``: unused keys after each sequence's used ones."""
 
     rows: tuple[int, ...]
     keys: tuple[int, ...]
@@ -48,7 +48,7 @@ BATCHES = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """Codes as one call takes them, and of each sequence [1, heads, length, columns] with its scales [1, heads]."""
+    """Codes as arguments of one call, and for each sequence [1, heads, length, columns] with scales [1, heads]."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
     lengths: tuple[Tensor, Tensor]
@@ -125,7 +125,7 @@ def test_each_sequence_is_a_dense_call(name: str, device: str, dtype: torch.dtyp
 
 
 def test_a_sequence_has_its_bits_in_any_batch(device: str) -> None:
-    """And on every run."""
+    """And the same bits on every run."""
     b = BATCHES["causal"]
     drawn = draw(b, device)
     out, lse = call(b, drawn, device)
@@ -235,7 +235,7 @@ def test_gradients_are_those_of_the_dequantised_tensors(device: str) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_no_key_at_all(tokens: int, device: str) -> None:
-    """Without tokens, or with some that belong to no sequence."""
+    """Without tokens, or with tokens that belong to no sequence."""
     q = torch.zeros(3, 2, 64, device=device).to(E4M3)
     k = q[:tokens]
     ends_q, ends_k = (torch.tensor(ends, dtype=torch.int32, device=device) for ends in ((0, 2, 3), (0, 0, 0)))

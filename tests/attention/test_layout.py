@@ -35,7 +35,7 @@ def _shifted(tensor: Tensor) -> Tensor:
 
 
 def _odd_rows(tensor: Tensor) -> Tensor:
-    """A row stride that is no multiple of 8 elements (16 bytes)."""
+    """A row stride that is not a multiple of 8 elements (16 bytes)."""
     batch, heads, rows, columns = tensor.shape
     return torch.zeros(batch, heads, rows, columns + 3, dtype=tensor.dtype, device=tensor.device)[..., :columns].copy_(
         tensor
@@ -78,7 +78,7 @@ def test_mixed_layouts(device: str) -> None:
 
 
 def test_slices_of_one_fused_projection(device: str) -> None:
-    """q, k and v as views of one [B, S, 3, H, D] tensor, as a fused projection leaves them."""
+    """q, k and v as views of one [B, S, 3, H, D] tensor, as a fused projection returns them."""
     fused = torch.randn(2, 65, 3, 4, 64, device=device).to(torch.bfloat16)
     q, k, v = (fused[:, :, part].transpose(1, 2) for part in range(3))
     out, _ = check_attention(q, k, v, causal=True)
@@ -86,7 +86,7 @@ def test_slices_of_one_fused_projection(device: str) -> None:
 
 
 def test_expanded_keys(device: str) -> None:
-    """One key head, or one batch entry, seen many times with stride 0."""
+    """One key head, or one batch element, repeated with stride 0."""
     for causal in (False, True):
         q, k, v = make_inputs(Problem(65, 70, 64, 4, 1, batch=2), device, torch.float16)
         expected = flashmoe.attention(q, k, v, causal=causal)
@@ -120,7 +120,7 @@ def test_output_strides_follow_the_stated_rule(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_transposed_inputs_are_not_copied(head_dim: int) -> None:
-    """[B, S, H, D] costs no memory but the results'."""
+    """[B, S, H, D] needs no memory except for the results."""
     problem = Problem(1024, 1024, head_dim, 16, 16, batch=8)  # enough tiles for every GPU: nothing is split over blocks
     q, k, v = make_inputs(problem, "cuda", torch.bfloat16, bshd=True)
     flashmoe.attention(q, k, v)
@@ -135,7 +135,7 @@ def test_transposed_inputs_are_not_copied(head_dim: int) -> None:
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "head", "row"])
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_offsets_beyond_two_to_the_31_elements(which: str, axis: int, device: str) -> None:
-    """One stride so large that the last index lies past 2^31 elements (4 GiB of addresses, few of them touched)."""
+    """One stride is so large that the last index is past 2^31 elements (4 GiB of addresses, few of them touched)."""
     _need_memory(device, 5 * GIB)
     dtype = torch.float16
     q, k, v = make_inputs(Problem(65, 65, 64, 2, 2, batch=2), device, dtype)

@@ -1,4 +1,4 @@
-"""Which library is loaded: the variable's, the package's, and in a checkout the one of the last build."""
+"""Which library is loaded: the one in the variable, the package's, or in a checkout the one of the last build."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def test_an_editable_install_loads_what_the_checkout_built(tmp_path: Path, monke
         folder.mkdir(parents=True)
     built.write_bytes(b"")
     with pytest.raises(ExtensionError, match="nox -s build"):
-        _extension.library_path()  # no checkout: a folder called build says nothing
+        _extension.library_path()  # not a checkout: a folder called build proves nothing
     (tmp_path / "flashmoe_build").mkdir()
     assert _extension.library_path() == built
     own = tmp_path / "flashmoe" / _extension.LIBRARY_NAME

@@ -1,4 +1,4 @@
-"""Two results as one: flashmoe.merge_attention and what ring attention adds up with, against the sum in float64; on a GPU one kernel."""
+"""Merging two results: flashmoe.merge_attention and the merge of ring attention, against the sum in float64; on a GPU one kernel."""
 
 import math
 from typing import Any
@@ -23,7 +23,7 @@ PARTS = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 
 
 def _parts(shape: tuple[int, ...], dtype: torch.dtype, device: str, of_sums: torch.dtype | None = None) -> list[Tensor]:
-    """(out, lse) of two; some rows see no key in one part, which then holds NaN, and one row in neither."""
+    """(out, lse) of two parts; some rows see no key in one part, which then holds NaN, and one row sees none in either."""
     generator = torch.Generator().manual_seed(len(shape))
     rows = (shape[1], shape[0]) if len(shape) == 3 else shape[:-1]
     parts = []
@@ -38,7 +38,7 @@ def _parts(shape: tuple[int, ...], dtype: torch.dtype, device: str, of_sums: tor
 
 
 def _expected(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """In float64, by softmax over the two."""
+    """The expected result in float64, by softmax over the two."""
     both = torch.stack((parts[1], parts[3])).double()
     weights = both.softmax(0).nan_to_num(0.0)
     weights = weights.mT if parts[0].dim() == 3 else weights
@@ -68,9 +68,9 @@ def test_against_the_sum(shape: tuple[int, ...], dtype: torch.dtype, device: str
 @PARTS
 @pytest.mark.parametrize("of_sums", [torch.bfloat16, torch.float32])
 def test_in_place_of_some_rows(shape: tuple[int, ...], of_sums: torch.dtype, device: str) -> None:
-    """As the ring adds up: the other rows stay."""
+    """As the ring merges: the other rows are unchanged."""
     parts = _parts(shape, torch.bfloat16, device, of_sums)
-    dims = (0, 1) if len(shape) == 3 else (2, 2)  # of rows
+    dims = (0, 1) if len(shape) == 3 else (2, 2)  # the dimensions of rows
     whole = [torch.cat((torch.full_like(part, 7.0), part), dim) for part, dim in zip(parts, dims, strict=False)]
     before, own = (
         [one.narrow(dim, first, one.shape[dim] // 2) for one, dim in zip(whole, dims, strict=True)]
@@ -87,7 +87,7 @@ def test_in_place_of_some_rows(shape: tuple[int, ...], of_sums: torch.dtype, dev
 def test_the_kernel_has_the_gradients_of_torchs_operations(
     leaves: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once and twice, of each choice of the four; on the CPU torch's operations stand for the kernel."""
+    """First and second derivatives, for each subset of the four inputs; on the CPU torch's operations stand in for the kernel."""
     dtype = torch.float64 if device == "cpu" else torch.float16
     parts = [torch.randn(size, device=device) for size in ((2, 2, 5, 8), (2, 2, 5)) * 2]
     parts = [
@@ -148,7 +148,7 @@ def test_what_the_kernel_leaves_to_torch(change: str) -> None:
 
 
 class Part:
-    """What looks like a tensor to the rule for the kernel."""
+    """An object that looks like a tensor to the rule for the kernel."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, is_cuda: bool = True) -> None:
         self.shape, self.dtype, self.is_cuda = shape, dtype, is_cuda
@@ -179,11 +179,11 @@ def test_what_the_kernel_merges(monkeypatch: pytest.MonkeyPatch, change: dict[st
     assert merge._has_kernel(outs[0], lses[0], outs[1], lses[1]) is has_kernel  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's warnings about itself
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)])
 @pytest.mark.parametrize("how", ["plain", "no_grad", "gradient", "mapped", "tangent"])
 def test_which_way_parts_are_merged(monkeypatch: pytest.MonkeyPatch, how: str, order: tuple[int, ...]) -> None:
-    """By the kernel, by its function of autograd, or where torch has to see it by torch's operations; in out_a's order of memory."""
+    """With the kernel, with its autograd function, or with torch operations if torch must see the merge; in out_a's memory order."""
     used: list[Tensor] = []
 
     def call(*given: Tensor) -> None:

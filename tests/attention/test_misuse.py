@@ -1,4 +1,4 @@
-"""What goes wrong in practice: odd tensors, wrong scalars, tracers, forks, environment variables. Nothing wrong is silent."""
+"""Common mistakes: odd tensors, wrong scalars, tracers, forks, environment variables. No mistake passes silently."""
 
 import ctypes
 import re
@@ -28,7 +28,7 @@ from .reference import DTYPES, Problem, check_attention, make_inputs
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The operator by its name."""
+    """Calls the operator by its name."""
     _extension.load()
     result: tuple[Tensor, Tensor] = torch.ops.flashmoe.flash_attention_forward(*arguments)
     return result
@@ -85,7 +85,7 @@ UNFIT: dict[str, tuple[Any, type[FlashmoeError], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own about sparse CSR, names and quantization
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own warnings about sparse CSR, names and quantization
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", UNFIT)
 def test_tensors_that_do_not_fit(name: str) -> None:
@@ -98,7 +98,7 @@ def test_tensors_that_do_not_fit(name: str) -> None:
 
 
 def test_negative_views_and_odd_memory_are_right() -> None:
-    """Lazy negation, overlaps, offsets, addresses that are no multiple of the element: all as a clean copy gives it."""
+    """Lazy negation, overlaps, offsets, addresses that are not a multiple of the element size: all give the result of a clean copy."""
     for dtype in DTYPES["cpu"]:
         q, k, v = _inputs(dtype=dtype)
         size = q.numel()
@@ -129,7 +129,7 @@ def test_negative_views_and_odd_memory_are_right() -> None:
     ],
 )
 def test_scale_that_is_no_number_or_too_large(scale: Any, error: type[FlashmoeError], words: str) -> None:
-    """A tensor's gradient would be lost without a word; a number too large would make every result NaN."""
+    """A tensor's gradient would be lost silently; a number that is too large would make every result NaN."""
     q, k, v = _inputs()
     for tensors in ((q, k, v), tuple(t.to("meta") for t in (q, k, v))):
         with pytest.raises(error, match=words):
@@ -177,7 +177,7 @@ def test_the_operator_itself_raises_typed_errors() -> None:
 
 
 def test_in_place_changes_are_noticed(device: str) -> None:
-    """What the backward pass needs cannot be changed unseen, as with torch's own function."""
+    """Changes to what the backward pass needs are detected, as with torch's own function."""
     for change in ("q", "out", "lse"):
         q, k, v = (t.requires_grad_() for t in _inputs(device, torch.float16))
         out, lse = flashmoe.attention(q, k, v, return_lse=True)
@@ -226,11 +226,11 @@ def test_gradcheck_in_float64_says_what_there_is() -> None:
     assert torch.autograd.gradcheck(flashmoe.attention, small, eps=1e-2, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch.jit
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # 1 / sqrt(head_dim) becomes a constant of the trace
 def test_torch_jit_traces() -> None:
-    """With gradients, and traced without them and trained afterwards."""
+    """Traced with gradients; and traced without them, then trained."""
     q, k, v = _inputs()
     module = flashmoe.Attention(16, 4, 2, causal=True)
     x = torch.randn(2, 5, 16)
@@ -249,7 +249,7 @@ def test_torch_jit_traces() -> None:
 
 
 def test_torch_fx_traces() -> None:
-    """symbolic_trace records our functions as one call each; it neither fails nor hands the call to torch unseen."""
+    """symbolic_trace records each of flashmoe's functions as one call; it neither fails nor silently passes the call to torch."""
     q, k, v = _inputs()
     graph = torch.fx.symbolic_trace(lambda q, k, v: flashmoe.attention(q, k, v, causal=True))
     assert torch.equal(graph(q, k, v), flashmoe.attention(q, k, v, causal=True))
@@ -279,7 +279,7 @@ def test_flops_are_counted_as_torch_counts_them() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     q, k, v = (t.requires_grad_() for t in _inputs())
-    products = 2 * 2 * 4 * 5 * 7 * 16  # one of the products of 5 queries and 7 keys, in 2 batches of 4 heads of 16
+    products = 2 * 2 * 4 * 5 * 7 * 16  # one product of 5 queries and 7 keys, for 2 batches of 4 heads of 16
     with FlopCounterMode(display=False) as forward:
         flashmoe.attention(q, k, v)
     assert forward.get_total_flops() == 2 * products
@@ -323,7 +323,7 @@ class _Samples(torch.utils.data.Dataset[Tensor]):
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # more workers than processors
 def test_workers_of_a_data_loader() -> None:
-    """Forked after this process has used its own threads."""
+    """Workers are forked after this process has used its own threads."""
     q = torch.randn(2, 4, 300, 64)
     flashmoe.attention(q, q, q)
     loader = torch.utils.data.DataLoader(_Samples(), batch_size=2, num_workers=2, timeout=60)
@@ -352,7 +352,7 @@ ASK_FOR_THE_ISA = "from flashmoe import _extension\nprint(_extension.cpu_isa())\
             USE_THE_CPU,
             "ArgumentError: FLASHMOE_KERNEL is 'sm99'; supported: sm75, sm80, sm90",
         ),
-        ("FLASHMOE_KERNEL", "sm90", USE_THE_CPU, "ran"),  # it speaks of GPU kernels
+        ("FLASHMOE_KERNEL", "sm90", USE_THE_CPU, "ran"),  # the variable only concerns GPU kernels
         ("FLASHMOE_LIBRARY", "no/such/file", USE_THE_CPU, "ExtensionError: FLASHMOE_LIBRARY names 'no/such/file'"),
     ],
 )
@@ -409,7 +409,7 @@ def test_inference_tensors_are_those_of_torch() -> None:
         flashmoe.attention(q, leaf, v)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use of it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself uses it
 def test_forward_mode_on_the_operator_is_refused_and_not_dropped() -> None:
     q, k, v = _inputs()
     with torch.autograd.forward_ad.dual_level():

@@ -1,4 +1,4 @@
-"""flashmoe.Attention: shapes, names of parameters, numbers against the formula, errors."""
+"""flashmoe.Attention: shapes, parameter names, numbers against the formula, errors."""
 
 import numpy as np
 import pytest

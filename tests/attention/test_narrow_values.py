@@ -1,4 +1,4 @@
-"""The kernels of values of at most 128 columns beside keys of 129 to 192 (MLA's prefill and training), where they are chosen."""
+"""The kernels for values of at most 128 columns with keys of 129 to 192 (MLA's prefill and training), when they are selected."""
 
 import math
 import os
@@ -13,11 +13,11 @@ from flashmoe_tools.operations.attention.reference import ScoreOptions, attend
 from .gradients import make_leaves
 from .varlen_reference import Band, Ragged, check_ragged
 
-# batch, heads, key heads, rows, keys, columns of q and k, of v
+# batch, heads, key heads, rows, keys, columns of q and k, columns of v
 SHAPES = (
     (1, 2, 2, 1100, 1100, 192, 128),
     (2, 4, 1, 300, 565, 192, 128),
-    (1, 2, 2, 200, 131, 160, 104),  # columns past the tensors', rows that see no key
+    (1, 2, 2, 200, 131, 160, 104),  # columns past the tensors' width, rows that see no key
     (3, 2, 1, 65, 67, 136, 8),
 )
 
@@ -25,7 +25,7 @@ SHAPES = (
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_the_narrow_kernels(causal: bool) -> None:
-    """Both passes by the rule of twice the error of 16-bit torch, the same bits on every run, in poisoned memory."""
+    """Both passes within twice the error of 16-bit torch, with the same bits on every run, in poisoned memory."""
     if torch.cuda.get_device_capability() != (9, 0) or os.environ.get("FLASHMOE_KERNEL") not in (None, "", "sm90"):
         pytest.skip("not run: only compute capability 9.0 has these kernels")
     for seed, (batch, heads, heads_kv, rows, keys, columns, values) in enumerate(SHAPES):

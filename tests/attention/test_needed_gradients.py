@@ -1,4 +1,4 @@
-"""Where only some gradients are needed, the others are not computed; those that are have the bits of the whole call."""
+"""If only some gradients are needed, the others are not computed; those that are have the bits of the full call."""
 
 import os
 from itertools import product
@@ -22,11 +22,11 @@ NEEDS = [needed for needed in product((False, True), repeat=3) if any(needed)]
 ids_of_needs = pytest.mark.parametrize(
     "needed", NEEDS, ids=lambda needed: "".join(name for name, need in zip("qkv", needed, strict=True) if need)
 )
-GRADIENTS = {"dq": "backward_dq", "dkv": "backward_dkv"}  # of either kind: dense and ragged
+GRADIENTS = {"dq": "backward_dq", "dkv": "backward_dkv"}  # for dense and ragged kernels
 
 
 def _gradients(function: Any, tensors: tuple[Tensor, ...], needed: tuple[bool, ...]) -> list[Tensor | None]:
-    """By autograd, of the tensors that are leaves here."""
+    """Gradients by autograd; only the needed tensors are leaves."""
     leaves = make_leaves(*tensors)
     for leaf, need in zip(leaves, needed, strict=True):
         leaf.requires_grad_(need)
@@ -58,7 +58,7 @@ def _assert_same(found: list[Tensor | None], whole: list[Tensor | None], needed:
 
 @ids_of_needs
 def test_dense(needed: tuple[bool, ...], device: str) -> None:
-    """Of the kernels, a head dim that is copied to their width among them, and of the torch operations."""
+    """For the kernels, including a head dim that is padded to their width, and for the torch operations."""
     for dtype, head_dim in product(DTYPES[device], (64, 59)):
         q, k, v = make_inputs(Problem(70, 90, head_dim, 4, 2, batch=2, causal=True), device, dtype)
         _assert_same(_gradients(_dense, (q, k, v), needed), _gradients(_dense, (q, k, v), (True,) * 3), needed)
@@ -80,7 +80,7 @@ def test_ragged(needed: tuple[bool, ...], device: str) -> None:
 
 
 def test_sinks_alone(device: str) -> None:
-    """Their gradient needs rowsum(dO * O), and no kernel of a gradient."""
+    """Their gradient needs rowsum(dO * O), but no gradient kernel."""
     function, ragged = _ragged(device)
     tensors = tuple(tensor.nan_to_num() for tensor in ragged.tensors(device, DTYPES[device][-1]))
     given, wanted = (*tensors, torch.linspace(-1, 1, 4, device=device)), (False, False, False, True)
@@ -90,7 +90,7 @@ def test_sinks_alone(device: str) -> None:
 @pytest.mark.gpu
 @ids_of_needs
 def test_kernels_of_other_gradients_do_not_run(needed: tuple[bool, ...]) -> None:
-    """By torch's profiler; the last kernel of the call says it, too."""
+    """Checked with torch's profiler."""
     wanted = {name for name, need in zip(("dq", "dkv"), (needed[0], needed[1] or needed[2]), strict=True) if need}
     function, ragged = _ragged("cuda")
     dense = make_inputs(Problem(70, 90, 64, 4, 2, batch=2, causal=True), "cuda", torch.float16)
@@ -107,7 +107,7 @@ def test_kernels_of_other_gradients_do_not_run(needed: tuple[bool, ...]) -> None
 
 
 def test_the_operator_gives_what_is_needed(device: str) -> None:
-    """The results' shapes, opcheck, the products that are counted, and which kernel was the last."""
+    """The results' shapes, opcheck, the counted products, and the last kernel."""
     _extension.load()
     operator = torch.ops.flashmoe.flash_attention_backward.default
     q, k, v = make_inputs(Problem(70, 90, 64, 4, 2, batch=2, causal=True), device, torch.float16)
@@ -128,7 +128,7 @@ def test_the_operator_gives_what_is_needed(device: str) -> None:
 
 @pytest.mark.parametrize("needed", [(True, False, False), (False, True, True)], ids=["q", "kv"])
 def test_compiled_and_transformed(needed: tuple[bool, ...], device: str) -> None:
-    """One graph; torch.func's vjp over some of the inputs; vmap over that."""
+    """One graph; torch.func's vjp over some of the inputs; and vmap over the vjp."""
     tensors = make_inputs(Problem(33, 40, 64, 2, 1, causal=True), device, torch.float16)
     whole = _gradients(_dense, tensors, (True,) * 3)
     compiled = torch.compile(_dense, fullgraph=True, backend="aot_eager")

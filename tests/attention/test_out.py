@@ -1,4 +1,4 @@
-"""``out=`` of attention_varlen and attention_with_kvcache: the bits of a call without it, in the caller's memory; what is no such memory is refused."""
+"""``out=`` of attention_varlen and attention_with_kvcache: the bits of a call without it, in the caller's memory; unsuitable memory is rejected."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def paged(device: str, codes: bool = False) -> Given:
 
 CALLS: dict[str, Callable[[str], Given]] = {
     "ragged": ragged,
-    "ragged, 20 columns": lambda device: ragged(device, 20),  # on a GPU by way of padded rows
+    "ragged, 20 columns": lambda device: ragged(device, 20),  # on a GPU through padded rows
     "paged": paged,
     "e4m3": lambda device: paged(device, codes=True),
 }
@@ -70,7 +70,7 @@ def test_decoding_writes_any_order_of_dimensions(device: str, order: str, codes:
 
 
 def test_a_row_of_each_sequence_by_itself_is_the_ragged_call(device: str) -> None:
-    """What engines do: on a GPU other kernels, in consistent calls the same bits."""
+    """The way engines call it: other kernels on a GPU, but the same bits in consistent calls."""
     (_, keys, values, *_), options = paged(device)
     q, starts = _random(device, 3, HEADS, D), torch.arange(4, dtype=torch.int32, device=device)
     shared = {"block_table": options["block_table"], "causal": True, "consistent": True}
@@ -149,7 +149,7 @@ def test_opcheck(device: str, codes: bool) -> None:
     call = getattr(torch.ops.flashmoe, "_attention_e4m3_out" if codes else "_attention_varlen_out").default
     tests = ("test_faketensor",) if codes else ("test_schema", "test_faketensor", "test_autograd_registration")
     every = (torch.zeros_like(q), q, k, v, *lengths, 0.125, -1, 0, 0.0, 0, *scales)
-    torch.library.opcheck(call, every, test_utils=tests)  # torch's schema test multiplies codes
+    torch.library.opcheck(call, every, test_utils=tests)  # torch's schema test would multiply codes
 
 
 def test_a_compiled_call_writes_out() -> None:

@@ -1,4 +1,4 @@
-"""consistent=True: a row has the same bits in every call, whole or in chunks, alone or in a batch, dense, ragged or in pages."""
+"""consistent=True: a row has the same bits in every call: complete or in chunks, alone or in a batch, dense, ragged or paged."""
 
 import itertools
 import random
@@ -32,7 +32,7 @@ def _ints(device: str, *values: int) -> torch.Tensor:
 
 
 def _rows(result: Result, begin: int, end: int) -> Result:
-    """Of results [B, H, S, D] and [B, H, S]."""
+    """Rows ``begin`` to ``end`` of results [B, H, S, D] and [B, H, S]."""
     return result[0][:, :, begin:end], result[1][:, :, begin:end]
 
 
@@ -45,7 +45,7 @@ def _assert_same(found: Result, wanted: Result, what: str) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (256, 256), (192, 128)])
 def test_a_row_has_the_same_bits_in_every_call(head_dim: int, head_dim_v: int, name: str, device: str) -> None:
-    """Scores so large that references move, at lengths, chunks, page sizes and neighbours that are drawn anew for each case."""
+    """Scores so large that the softmax references change, with random lengths, chunks, page sizes and neighbours for each case."""
     draw = random.Random(f"{head_dim} {name}")
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     lengths = [draw.randrange(3, 90), draw.randrange(250, 450), draw.randrange(1, 300)]
@@ -81,7 +81,7 @@ def test_a_row_has_the_same_bits_in_every_call(head_dim: int, head_dim_v: int, n
 def _assert_batches(
     sequences: list[tuple[torch.Tensor, ...]], whole: Result, page_size: int, options: dict[str, Any], device: str
 ) -> None:
-    """The second sequence between two others: ragged, in pages, and its last rows from a cache."""
+    """The second sequence between two others: ragged, paged, and its last rows from a cache."""
     lengths = [sequence[0].shape[2] for sequence in sequences]
     packed = [torch.cat([tensor[0].transpose(0, 1) for tensor in kind]) for kind in zip(*sequences, strict=True)]
     cu, used = _ints(device, 0, *itertools.accumulate(lengths)), _ints(device, *lengths)
@@ -110,7 +110,7 @@ def _assert_batches(
 
 
 def test_the_variable_is_the_same_for_every_call(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training included: the rows of a sequence, and one alone; gradients exist."""
+    """Including training: the rows of a sequence, and one row in its own call; gradients exist."""
     dtype = DTYPES[device][-1]
     q, k, v = (torch.randn(1, 2, 300, 64, device=device).to(dtype).requires_grad_() for _ in range(3))
     wanted = flashmoe.attention(q * 3, k, v, causal=True, consistent=True)

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention: torch's signature, numbers, shapes and errors; what runs where, and that explain() knows."""
+"""scaled_dot_product_attention: torch's signature, numbers, shapes and errors; which path runs, and what explain() says."""
 
 import inspect
 import math
@@ -55,7 +55,7 @@ SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]], ...] = (
 
 
 def _math(*tensors: Tensor, **options: Any) -> Tensor:
-    """torch's plain formula. Its fused CPU kernel gives NaN for a causal mask with a negative scale (torch 2.10)."""
+    """torch's plain formula, because its fused CPU kernel gives NaN for a causal mask with a negative scale (torch 2.10)."""
     with sdpa_kernel(SDPBackend.MATH):
         return torch_attention(*tensors, **options)
 
@@ -67,7 +67,9 @@ def _tensors(query: tuple[int, ...], key: tuple[int, ...], device: str, dtype: t
 def test_signature_is_torchs() -> None:
     ours = inspect.signature(flashmoe.scaled_dot_product_attention).parameters
     documented = "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False)"
-    known = [p for p in ours.values() if p.kind is not p.VAR_KEYWORD]  # that one is there to refuse a misspelt keyword
+    known = [
+        p for p in ours.values() if p.kind is not p.VAR_KEYWORD
+    ]  # **misspelt is only there to reject misspelt keywords
     assert tuple(p.name for p in known) == sdpa_dispatch.ARGUMENTS
     stated = [f"{p.name}={p.default}" if p.default is not p.empty else p.name for p in known]
     assert f"({', '.join(stated)})" == documented
@@ -115,7 +117,7 @@ def test_last_dimension_may_be_strided(device: str) -> None:
         torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-3)
 
 
-# name: (query, key, value shapes, dtype or None for each of the device's, keyword arguments, word in the reason)
+# name: (query, key and value shapes, dtype or None for each of the device's, keyword arguments, word in the reason)
 FALLBACKS: dict[str, tuple[Any, Any, Any, torch.dtype | None, Any, str]] = {
     "float64": ((2, 4, 33, 64), (2, 4, 33, 64), None, torch.float64, {"is_causal": True}, "float64"),
     "head dim 640": ((1, 2, 33, 640), (1, 2, 33, 640), None, None, {"is_causal": True}, "head dim 640"),
@@ -166,7 +168,7 @@ except RuntimeError as error:
 
 
 def test_no_heads_and_a_mask() -> None:
-    """torch divides by the number of heads there: SIGFPE, so in a process of its own."""
+    """torch divides by the number of heads in this case: SIGFPE, so it runs in a separate process."""
     done = run_python("-c", NO_HEADS)
     assert (done.returncode, done.stdout[:7]) == (0, "refused"), done.stderr
 
@@ -174,7 +176,7 @@ def test_no_heads_and_a_mask() -> None:
 @pytest.mark.filterwarnings("ignore:Named tensors:UserWarning")
 def test_tensors_of_torchs_own_kinds_are_torchs() -> None:
     q = torch.randn(2, 4, 33, 64)
-    if hasattr(q, "rename"):  # later versions of torch know no names
+    if hasattr(q, "rename"):  # later versions of torch have no named tensors
         named = q.rename("B", "H", "S", "D")
         with pytest.raises(RuntimeError) as theirs:
             torch_attention(named, q, q)
@@ -187,7 +189,7 @@ def test_tensors_of_torchs_own_kinds_are_torchs() -> None:
 
 
 def test_policy_of_falling_back_when_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code asks when it is traced; an empty variable is no policy."""
+    """Compiled code reads the policy when it is traced; an empty variable counts as unset."""
     q = torch.randn(1, 2, 5, 8).double()
     for policy, expectation in (("error", pytest.raises(Exception, match="would run on torch")), ("", None)):
         torch._dynamo.reset()
@@ -233,7 +235,7 @@ def test_masks_run_here(
 
 
 def test_dropout_runs_here(device: str) -> None:
-    """By the device's generator: after one seed one mask, that of a direct call with the state that is drawn; a top-left causal mask, too."""
+    """With the device's generator: the same seed gives the mask of a direct call with the state drawn from it; also with a top-left causal mask."""
     q, k, v = _tensors((2, 4, 33, 64), (2, 4, 33, 64), device, torch.float16)
     mask = torch.randn(33, 33, device=device).half()
     assert flashmoe.explain(q, k, v, mask, 0.5).path is Path.FLASHMOE
@@ -246,7 +248,7 @@ def test_dropout_runs_here(device: str) -> None:
         assert torch.equal(flashmoe.scaled_dot_product_attention(q, k, v, **given, dropout_p=0.5), expected)
         assert_ran_here(device)
         assert not torch.equal(flashmoe.scaled_dot_product_attention(q, k, v, **given, dropout_p=0.5), expected)
-    for length in (20, 40):  # rows whose mean, over many masks, is that of the call without dropout
+    for length in (20, 40):  # rows whose mean over many masks is that of the call without dropout
         longer = [torch.randn(1, 1, length, 64, device=device).half() for _ in range(2)]
         many = torch.stack(
             [
@@ -334,7 +336,7 @@ def test_what_is_no_tensor_raises_torchs_error() -> None:
 
 
 def test_causal_is_top_left(device: str) -> None:
-    """Key j is visible to query i when j <= i: flashmoe.attention differs where the lengths do."""
+    """Key j is visible to query i when j <= i: flashmoe.attention differs if Sq != Sk."""
     q, k, v = _tensors((1, 1, 4, 64), (1, 1, 9, 64), device, torch.float16)
     out = flashmoe.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out[0, 0, 0], v[0, 0, 0])
@@ -344,7 +346,7 @@ def test_causal_is_top_left(device: str) -> None:
 
 
 def test_gradients_through_every_shape_rule() -> None:
-    """Broadcast, merged and split inputs get summed, reshaped gradients like torch's."""
+    """Broadcast, merged and split inputs get summed and reshaped gradients like torch's."""
     for query, key, options in SHAPES:
         for causal in (False, True):
             ours = [tensor.requires_grad_() for tensor in _tensors(query, key, "cpu", torch.float32)]
@@ -362,7 +364,7 @@ def test_gradients_through_every_shape_rule() -> None:
 def test_the_operator_leaves_what_it_would_get_wrong(
     query: tuple[int, ...], key: tuple[int, ...], options: dict[str, Any], causal: bool, device: str
 ) -> None:
-    """None, and no error, for what is to be broadcast or masked from another corner; the fake kernel agrees."""
+    """None, and no error, if inputs must be broadcast or the mask is aligned to another corner; the fake kernel agrees."""
     tensors = _tensors(query, key, device, torch.float16)
     arguments = (options.get("scale"), causal, options.get("enable_gqa", False))
     _extension.load()
@@ -378,7 +380,7 @@ def test_the_operator_leaves_what_it_would_get_wrong(
 
 
 def test_default_scale_of_the_operators_is_pythons(device: str) -> None:
-    """Bit for bit at every head dim: a call that takes another way through Python gives the same numbers."""
+    """Bit for bit at every head dim: calls that take different paths through Python give the same numbers."""
     for head_dim in range(1, 257):
         q, k, v = _tensors((1, 2, 5, head_dim), (1, 2, 5, head_dim), device, torch.float16)
         expected = flashmoe.attention(q, k, v, scale=head_dim**-0.5)

@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention against torch's, call by call: the same result, or the same error with the same words."""
+"""scaled_dot_product_attention against torch's, call by call: the same result, or the same error with the same message."""
 
 import math
 import re
@@ -20,13 +20,13 @@ from flashmoe.errors import ShapeError
 
 from .reference import CLOSE
 
-# torch 2.15 returns the query's own shape where there are no queries or no keys, whatever is broadcast.
+# torch 2.15 returns the query's own shape if there are no queries or no keys, without broadcasting.
 FORGETS_TO_BROADCAST = torch_attention(*(torch.empty(n, 0, 1) for n in (1, 2, 2))).shape[0] == 1
 
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments of one call, tensors as their shapes."""
+    """Arguments of one call, with tensors as their shapes."""
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -66,7 +66,7 @@ _OPTIONS: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def calls(draw: st.DrawFn) -> Call:
-    """Mostly fit for use, with one thing or another wrong or unusual."""
+    """Mostly valid calls, some with something wrong or unusual."""
     lead = draw(st.lists(_SIZES, min_size=0, max_size=3))
     seq_q, seq_k, head_dim = draw(_LENGTHS), draw(_LENGTHS), draw(_HEAD_DIMS)
     query = [*lead, seq_q, head_dim]
@@ -104,7 +104,7 @@ def _outcome(function: Any, tensors: list[Tensor], keywords: dict[str, Any]) -> 
 
 
 def _exact(tensors: list[Tensor], keywords: dict[str, Any]) -> Tensor:
-    """torch's formula in double precision: its fused kernels have faults of their own (NaN for scale < 0 and causal)."""
+    """torch's formula in double precision, because its fused kernels have faults of their own (NaN for scale < 0 and causal)."""
     wide = [tensor.double() for tensor in tensors]
     mask = keywords.get("attn_mask")
     if mask is not None and mask.dtype is not torch.bool:
@@ -117,7 +117,7 @@ def _compare(call: Call, device: str) -> None:
     tensors = call.tensors(device)
     keywords = call.keywords(*tensors[:2])
     if call.has_unequal_lengths():
-        # Not torch's: it reads past the end of the shorter, or divides by zero and ends the process.
+        # Unlike torch, which reads past the end of the shorter one, or divides by zero and ends the process.
         assert isinstance(_outcome(flashmoe.scaled_dot_product_attention, tensors, keywords), ShapeError)
         return
     theirs = _outcome(torch_attention, tensors, keywords)
@@ -147,9 +147,9 @@ def _assert_near(ours: Tensor, tensors: list[Tensor], keywords: dict[str, Any]) 
 
 
 def _words(error: Exception) -> str:
-    """torch says by position which argument is wrong, where it was passed by position: a fallback passes more of them so.
+    """torch names a wrong argument by position if it was passed by position, and a fallback passes more of them by position.
 
-    Behind torch's words for sizes that do not match we may name the option for grouped heads.
+    After torch's message about sizes that do not match, flashmoe may add the option for grouped heads.
     """
     text = re.sub(
         r"(The size of tensor a .*) \(query has \d+ heads and key \d+: give enable_gqa=True\)$", r"\1", str(error)
@@ -169,8 +169,8 @@ def test_every_call_is_as_torchs_on_the_cpu(call: Call) -> None:
 @settings(max_examples=1500, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(calls())
 def test_every_call_that_runs_here_is_as_torchs_on_a_gpu(call: Call) -> None:
-    """Against torch's formula. What goes to torch is compared on the CPU: twice the same fused kernel would prove nothing here,
-    and one such comparison of four ended in a crash inside torch's function (2.11, H200)."""
+    """Against torch's formula. Calls that go to torch are compared on the CPU: comparing the same fused kernel with itself would prove nothing
+    here, and one such comparison of four ended in a crash inside torch's function (2.11, H200)."""
     tensors = call.tensors("cuda")
     keywords = call.keywords(*tensors[:2])
     if call.has_unequal_lengths():
@@ -185,7 +185,7 @@ def test_every_call_that_runs_here_is_as_torchs_on_a_gpu(call: Call) -> None:
 
 
 def test_the_calls_that_are_compared_take_both_paths() -> None:
-    """The strategy above reaches both implementations and both kinds of outcome: else the comparison would prove little."""
+    """The strategy above reaches both implementations and both kinds of outcome; otherwise the comparison would prove little."""
     seen = {"flashmoe": 0, "torch": 0, "error": 0}
 
     @settings(max_examples=600, deadline=None, derandomize=True, database=None)

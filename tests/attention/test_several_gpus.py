@@ -1,4 +1,4 @@
-"""Two GPUs in one process: the tensors' device decides, whichever is current, and nothing is shared that belongs to one."""
+"""Two GPUs in one process: the tensors' device decides, whichever is current, and no per-device state is shared."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ from .reference import DTYPES, Problem, assert_ran_here, check_attention, make_i
 pytestmark = [pytest.mark.gpu, *COMPILED]
 NOT_ENOUGH = "needs two CUDA GPUs"
 FIRST, SECOND = "cuda:0", "cuda:1"
-# Several kernels: padded copies, one tile a block, more tiles than blocks (they are drawn from a counter), partial results.
+# Several kernels: padded copies, one tile per block, more tiles than blocks (drawn from a counter), partial results.
 PROBLEMS = {
     "padded": Problem(65, 70, 59, 4, 2, batch=2, causal=True),
     "short": Problem(64, 64, 64, 8, 8),
@@ -36,7 +36,7 @@ PROBLEMS = {
 
 @pytest.fixture(autouse=True)
 def two_gpus() -> Iterator[None]:
-    """With the first GPU current, before and after."""
+    """The first GPU is current, before and after."""
     if torch.cuda.device_count() < 2:
         pytest.skip(NOT_ENOUGH)
     with torch.cuda.device(FIRST):
@@ -55,7 +55,7 @@ def _same_gpu_twice() -> bool:
 
 
 def _assert_alike(a: Tensor, b: Tensor) -> None:
-    """Bit for bit where both GPUs are of one kind and so choose one kernel."""
+    """Bit for bit if both GPUs are the same model and so choose the same kernel."""
     if _same_gpu_twice():
         assert torch.equal(a.cpu(), b.cpu())
     else:
@@ -96,7 +96,7 @@ def test_tensors_on_both_are_refused() -> None:
             flashmoe.scaled_dot_product_attention(*arguments)
         assert str(ours.value) == str(theirs.value)
     assert torch.cuda.current_device() == 0
-    assert torch.equal(flashmoe.attention(q, k, v), flashmoe.attention(q, k, v))  # a refusal breaks nothing
+    assert torch.equal(flashmoe.attention(q, k, v), flashmoe.attention(q, k, v))  # a rejected call breaks nothing
 
 
 def test_two_threads_each_with_its_gpu() -> None:
@@ -126,7 +126,7 @@ def test_two_threads_each_with_its_gpu() -> None:
 
 
 def test_one_thread_takes_turns() -> None:
-    """The same stream handle (the default stream) on two devices: a tile counter of one must not be the other's."""
+    """The same stream handle (the default stream) on two devices: one device's tile counter must not be used for the other."""
     near, far = _both(PROBLEMS["many tiles"], torch.bfloat16)
     expected = flashmoe.attention(*near, causal=True)
     outs = []
@@ -138,7 +138,7 @@ def test_one_thread_takes_turns() -> None:
 
 
 def test_side_streams_of_both_gpus() -> None:
-    """Each call goes to its own device's current stream, behind what that stream still has to do."""
+    """Each call runs on its own device's current stream, after the work already queued there."""
     sides = [torch.cuda.Stream(device) for device in (FIRST, SECOND)]
     inputs = _both(PROBLEMS["many tiles"])
     expected = flashmoe.attention(*inputs[0], causal=True)
@@ -150,7 +150,9 @@ def test_side_streams_of_both_gpus() -> None:
         with torch.cuda.stream(side):
             torch.cuda._sleep(50_000_000)
             empty.copy_(tensors[0])
-            with torch.cuda.device(FIRST):  # for the second: its stream is current on its device, which is not current
+            with torch.cuda.device(
+                FIRST
+            ):  # for the second: its stream is current on its device, which is not the current device
                 outs.append(flashmoe.attention(empty, *tensors[1:], causal=True))
             event = torch.cuda.Event()
             event.record(side)
@@ -169,7 +171,7 @@ def test_graph_captured_on_the_second_gpu(name: str) -> None:
     flashmoe.attention(*near, causal=problem.causal)
     with torch.cuda.device(SECOND):
         graph = torch.cuda.CUDAGraph()
-        # A stream of this GPU: torch's own choice is one for the process, of whichever GPU captured first.
+        # A stream of this GPU: torch's default capture stream is one per process, on the GPU that captured first.
         with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
             captured = flashmoe.attention(*far, causal=problem.causal)
     for seed in range(1, 4):
@@ -196,13 +198,13 @@ def test_backward_on_the_second_gpu_and_across_both() -> None:
     for tensor in (*near, *far):
         tensor.grad = None
     losses = [flashmoe.attention(*tensors, causal=True).float().square().sum() for tensors in (near, far)]
-    (losses[0] + losses[1].to(FIRST)).backward()  # one backward pass, a thread for each device
+    (losses[0] + losses[1].to(FIRST)).backward()  # one backward pass, with a thread per device
     for tensors, wanted in zip((near, far), singles, strict=True):
         for tensor, one in zip(tensors, wanted, strict=True):
             torch.testing.assert_close(tensor.grad, one, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's DataParallel
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from torch's DataParallel
 def test_module_on_the_second_gpu_and_in_parallel() -> None:
     module = flashmoe.Attention(256, 4, 2, causal=True, device=FIRST, dtype=torch.bfloat16)
     x = torch.randn(6, 70, 256, device=FIRST, dtype=torch.bfloat16)
@@ -281,7 +283,7 @@ print("first used on the second GPU")
 
 @pytest.mark.parametrize("how", ["eager", "capture"])
 def test_first_use_of_all_on_the_second_gpu(how: str, tmp_path: Path) -> None:
-    """Driver, context, module and kernel are loaded for the second GPU by a process that has used neither."""
+    """A process that has used neither GPU loads driver, context, module and kernel for the second one."""
     environment = {**os.environ, _extension.LIBRARY_VARIABLE: str(_extension.load())}
     done = subprocess.run(
         [sys.executable, "-c", FIRST_USE, how],
@@ -289,7 +291,7 @@ def test_first_use_of_all_on_the_second_gpu(how: str, tmp_path: Path) -> None:
         text=True,
         timeout=180,
         env=environment,
-        cwd=tmp_path,  # python -c looks into its folder first, where the sources may be
+        cwd=tmp_path,  # python -c searches its folder first, which may contain the sources
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -297,7 +299,7 @@ def test_first_use_of_all_on_the_second_gpu(how: str, tmp_path: Path) -> None:
 
 
 def test_devices_hidden_and_reordered(tmp_path: Path) -> None:
-    """CUDA_VISIBLE_DEVICES=1: torch's device 0 is the second GPU, and flashmoe's driver calls must mean the same one."""
+    """CUDA_VISIBLE_DEVICES=1: torch's device 0 is the second GPU, and flashmoe's driver calls must use the same one."""
     code = (
         "import torch, flashmoe\n"
         "assert torch.cuda.device_count() == 1\n"

@@ -1,4 +1,4 @@
-"""Small answers of attention's Python: what else nothing depends on, or what only an unusual call shows."""
+"""Small results of attention's Python code: details that nothing else depends on, or that only an unusual call shows."""
 
 import errno
 import re
@@ -26,7 +26,7 @@ from flashmoe.errors import (
     ShapeError,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch says about torch itself
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's warnings about itself
 
 
 def test_what_is_differentiated() -> None:
@@ -94,7 +94,7 @@ def test_sinks_that_are_not_there_have_an_empty_gradient() -> None:
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"dropout_p": 0.5}, {"consistent": True}])
 @pytest.mark.parametrize("is_ragged", [False, True])
 def test_no_tensor_of_any_call_has_a_forward_mode(is_ragged: bool, options: dict[str, Any]) -> None:
-    """And none loses its tangent: each of them alone has one."""
+    """And no tangent is lost: each tensor in turn has one."""
     if is_ragged:
         ends = torch.tensor([0, 2, 5], dtype=torch.int32)
         tensors, call = {name: torch.randn(5, 2, 8) for name in "qkv"}, flashmoe.attention_varlen
@@ -139,7 +139,7 @@ _RAGGED: dict[str, Any] = {**dict.fromkeys("qkv", _ROWS), **_LENGTHS, **_OPTIONS
     ids=["dense", "ragged", "caches"],
 )  # fmt: skip
 def test_a_value_of_another_type_is_told_by_its_argument(function: Any, call: dict[str, Any], wrong: object) -> None:
-    """Each argument in turn, the others being what they have to be."""
+    """Each argument in turn, while the others are valid."""
     call = {**call, "consistent": False, "k_scale": None, "v_scale": None}
     for name in call:
         with pytest.raises(FlashmoeError) as caught:
@@ -150,7 +150,7 @@ def test_a_value_of_another_type_is_told_by_its_argument(function: Any, call: di
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.float32, None])
 def test_a_layer_s_dtype(kind: str, dtype: torch.dtype | None) -> None:
-    """Another floating one of 16 bits or more is refused, but under autocast, which a described tensor has not."""
+    """Another floating dtype of 16 bits or more is rejected, except under autocast, which meta tensors do not have."""
     x, weight = torch.empty(2, device=kind), dtype and torch.empty(2, dtype=dtype, device=kind)
     for autocast in (False, True):
         is_refused = dtype is torch.bfloat16 and (kind == "meta" or not autocast)
@@ -160,7 +160,7 @@ def test_a_layer_s_dtype(kind: str, dtype: torch.dtype | None) -> None:
 
 
 def test_errors_that_are_typed_stay_so_under_transforms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the operator itself, which explain_append passes on."""
+    """For the operator's own error, which explain_append passes on."""
     told = DeviceError("of another kind")
 
     def refuse(*_: object) -> None:
@@ -238,7 +238,7 @@ def test_what_would_form_groups(query: tuple[int, ...], key: tuple[int, ...], ex
 
 
 def test_masks_of_heads_that_form_groups() -> None:
-    """A mask of every query head goes with fewer key heads where they are groups, and one that does not broadcast goes to torch."""
+    """A mask with all query heads works with fewer key heads if they form groups; a mask that does not broadcast goes to torch."""
     q, k = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8)
     for shape in ((2, 4, 3, 5), (4, 3, 5), (3, 5)):
         mask = torch.rand(shape) < 0.7
@@ -247,7 +247,7 @@ def test_masks_of_heads_that_form_groups() -> None:
         torch.testing.assert_close(
             flashmoe.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True).nan_to_num(), expected.nan_to_num()
         )
-    one = torch.randn(1, 4, 5, 8)  # equal heads: theirs broadcast, too
+    one = torch.randn(1, 4, 5, 8)  # equal heads: their batch broadcasts too
     assert sdpa_dispatch.find_obstacle(q, one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
     assert sdpa_dispatch.find_obstacle(q[:, :1], one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
     assert "broadcast" in str(sdpa_dispatch.find_obstacle(q, k, k, torch.ones(2, 2, 3, 5) > 0, 0.0, False, None, True))
@@ -360,7 +360,7 @@ def test_a_consistent_call_has_one_split() -> None:
 
 
 def test_what_the_operator_gets_under_autocast() -> None:
-    """A meta tensor is of no device that autocast knows."""
+    """A meta tensor is on no device that autocast supports."""
     given = [torch.zeros(1, device=device) for device in ("cpu", "meta")]
     assert transforms.autocasted(given[0], None, 3) == (given[0], None, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -399,7 +399,7 @@ def test_an_error_of_the_machine_is_told_with_what_to_do(number: int) -> None:
 
 
 def test_flags_that_are_taken() -> None:
-    """Both truth values, one that a compiler has yet to know, a proxy of torch.fx; and nothing that merely has a truth value."""
+    """Both truth values, a symbolic one, and a torch.fx proxy; but nothing that merely has a truth value."""
     size = ShapeEnv().create_unbacked_symint()
     for flag in (True, False, size == 3):
         checks.check_flag("causal", flag)
@@ -411,7 +411,7 @@ def test_flags_that_are_taken() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_which_dtypes_a_layer_takes(autocast: bool) -> None:
-    """Its parameters' own; any where those are no floats, or floats of 8 bits, or where autocast converts."""
+    """Its parameters' own dtype; any dtype if those are not floats, or 8-bit floats, or if autocast converts."""
     dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.int32, torch.int64, torch.float8_e4m3fn)
     for given in dtypes:
         for kept in (*dtypes, None):
@@ -426,7 +426,7 @@ def test_which_dtypes_a_layer_takes(autocast: bool) -> None:
 
 
 def test_scalars_as_they_are_given() -> None:
-    """A whole number is one of any size; False is no probability, though it equals 0."""
+    """Integers of any size are accepted; False is not a probability, although it equals 0."""
     ends, (q, k, v) = torch.tensor([0, 3], dtype=torch.int32), (torch.randn(3, 2, 16) * 1e-9 for _ in range(3))
     given = (q, k, v, ends, ends, 3, 3)
     assert torch.equal(flashmoe.attention_varlen(*given, scale=2**70), flashmoe.attention_varlen(*given, scale=2.0**70))

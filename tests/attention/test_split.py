@@ -1,4 +1,4 @@
-"""Few query rows over many keys: several blocks share the keys of a tile, and what they found is added up."""
+"""Few query rows over many keys: several blocks share the keys of a tile, and their partial results are summed."""
 
 from itertools import product
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 # seq_q, seq_k, query heads, key heads, batch
 PROBLEMS = (
-    (1, 4096, 8, 2, 1),  # decode: the group's heads are the rows of one tile
+    (1, 4096, 8, 2, 1),  # decoding: the group's heads are the rows of one tile
     (1, 5001, 4, 4, 3),
     (5, 2048, 2, 2, 1),
     (64, 3000, 2, 1, 2),
@@ -26,7 +26,7 @@ PROBLEMS = (
 
 
 def _split_ran() -> bool:
-    """Whether the last call divided keys, which needs sm_80 and more multiprocessors than tiles."""
+    """Whether the last call split keys, which needs sm_80 and more multiprocessors than tiles."""
     return any(word in _extension.last_kernel() for word in ("_split_", "_decode_", "_chunk_"))
 
 
@@ -59,7 +59,7 @@ def test_divided_keys(problem: tuple[int, int, int, int, int], head_dim: int, ca
     "problem", [(2, 9000, 8, 2, 2), (7, 16384, 32, 8, 1), (24, 16000, 40, 8, 2)], ids=lambda p: f"q{p[0]}"
 )
 def test_few_rows_of_grouped_heads_fold(problem: tuple[int, int, int, int, int], head_dim: int, causal: bool) -> None:
-    """By the kernels of caches, with their bits."""
+    """The kernels for caches run, with the same bits."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("measured on Hopper alone")
     for seed, dtype in enumerate(DTYPES["cuda"]):
@@ -72,7 +72,7 @@ def test_few_rows_of_grouped_heads_fold(problem: tuple[int, int, int, int, int],
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_repeats_are_bitwise_equal(head_dim: int) -> None:
-    """Shares are added up in their order, whichever block is done first."""
+    """Partial results are summed in order, whichever block finishes first."""
     q, k, v = _inputs((200, 5000, 4, 2, 1), head_dim, torch.bfloat16)
     first, first_lse = flashmoe.attention(q, k, v, causal=True, return_lse=True)
     assert _split_ran()
@@ -101,7 +101,7 @@ def test_one_bad_key_reaches_every_row_that_sees_it(head_dim: int, bad: float) -
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_graph_and_streams_at_once(head_dim: int) -> None:
-    """A replayed graph beside launches on another stream: each has partial results of its own."""
+    """A replayed graph and launches on another stream at once: each has separate partial results."""
     inputs = _inputs((150, 3000, 4, 2, 1), head_dim, torch.bfloat16)
     expected = flashmoe.attention(*inputs, causal=True)
     assert _split_ran()

@@ -1,4 +1,4 @@
-"""Masks that kernels stream on Hopper: long rows, forward and backward, stored gradients, and bool masks made additive."""
+"""Masks that kernels stream on Hopper: long rows, forward and backward, stored gradients, and bool masks converted to additive ones."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from .test_dropout import dropped
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_streamed_mask(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long rows: -inf in blocks and whole rows, near the lowest number, any scale's sign; the split form agrees, and a mask that no copy engine loads."""
+    """Long rows: -inf in blocks and in entire rows, values near the lowest number, scales of either sign; also the split form, and an unaligned mask."""
     q, k, v = (make("cuda", torch.bfloat16, 2, 4, 640, dim) for _ in range(3))
     bias = torch.randn(2, 4, 640, 640, device="cuda", dtype=torch.bfloat16)
     bias[..., 100:250] = -torch.inf
@@ -47,8 +47,8 @@ def test_streamed_mask(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("letters", ["bhqk", "1hqk", "11qk"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_stored_gradient(letters: str, dim: int) -> None:
-    """By the kernel of the other gradients: the same bits on every run, alone and together, and those of their sums in float64, rounded once for each
-    sequence and head, and once more."""
+    """Computed by the kernel of the other gradients: the same bits on every run, alone and together, and those of the sums in float64, rounded
+    once for each sequence and head, and once more."""
     sizes = {"b": 3, "h": 4, "q": 700, "k": 584, "1": 1}
     q, k, v = (make("cuda", torch.bfloat16, 3, 4, length, dim) for length in (700, 584, 584))
     bias = make("cuda", torch.bfloat16, *(sizes[letter] for letter in letters))
@@ -76,13 +76,13 @@ def test_a_stored_gradient(letters: str, dim: int) -> None:
 @pytest.mark.parametrize("dim", [40, 64, 128])
 @pytest.mark.parametrize("letters", ["bhqk", "1hqk", "b1qk", "11qk"])
 def test_streamed_forward(dim: int, letters: str) -> None:
-    """out and lse of long rows, against the definition and beside the kernel of consistent calls, which loads the mask itself."""
+    """out and lse of long rows, against the definition and the kernel of consistent calls, which loads the mask itself."""
     sizes = {"b": 2, "h": 4, "q": 530, "k": 648, "1": 1}
     options = ScoreOptions(causal=letters == "1hqk", window=(200, 40) if letters == "b1qk" else None)
     q = torch.randn(2, 4, 530, dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(2, 2, 648, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     bias = torch.randn(*(sizes[letter] for letter in letters), device="cuda", dtype=torch.bfloat16)
-    lowest = torch.finfo(bias.dtype).min  # its product with log2(e) is no float
+    lowest = torch.finfo(bias.dtype).min  # times log2(e) it overflows float32
     bias[..., 30:40] = lowest
     bias[:, :, 9] = lowest
     bias[..., 90:200] = -torch.inf
@@ -111,7 +111,7 @@ def test_streamed_forward(dim: int, letters: str) -> None:
     ("letters", "keys"), [("b1qk", 645), ("11qk", 648), ("b11k", 645), ("11q1", 648), ("bhqk", 648)]
 )
 def test_long_bool_masks(letters: str, keys: int, dtype: torch.dtype) -> None:
-    """Those that four heads or sequences share have the bits of additive ones of 0 and -inf, in rows that a copy engine can load."""
+    """Masks shared by four heads or sequences give the bits of additive masks of 0 and -inf, stored in rows that a copy engine can load."""
     sizes = {"b": 2, "h": 4, "q": 530, "k": keys, "1": 1}
     q = make("cuda", dtype, 2, 4, 530, 64)
     k, v = (make("cuda", dtype, 2, 2, keys, 64) for _ in range(2))

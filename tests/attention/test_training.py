@@ -1,4 +1,4 @@
-"""A small language model trains with our attention as with torch's."""
+"""A small language model trains with flashmoe's attention as it does with torch's."""
 
 from functools import partial
 

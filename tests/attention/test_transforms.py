@@ -1,4 +1,4 @@
-"""torch.func over flashmoe.attention, over scaled_dot_product_attention and over the operator itself: the same rules for all."""
+"""torch.func over flashmoe.attention, scaled_dot_product_attention and the operator itself: the same rules for all."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +16,13 @@ from flashmoe.errors import DifferentiationError, ShapeError
 
 from .reference import Problem, make_inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself uses it
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # flashmoe's names are looked up when used: that loads it
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:  # flashmoe's names are looked up on use, which loads the extension
     return flashmoe.attention(q, k, v)
 
 
@@ -74,7 +76,7 @@ DIMS = st.tuples(*(st.one_of(st.none(), st.integers(0, 4)) for _ in range(3))).f
 def test_vmap_over_any_dimension_of_any_input(
     dims: tuple[int | None, ...], count: int, batch: int, function: Function, device: str
 ) -> None:
-    """Among them a batch as large as the mapped dimension, which is not the first one."""
+    """Including a batch as large as the mapped dimension, which is not the first one."""
     tensors = make_inputs(Problem(5, 7, 16, 4, 4, batch=batch), device, torch.float16)
     stacked = [
         tensor if dim is None else torch.stack([(i + 1) * tensor for i in range(count)], dim)
@@ -123,7 +125,7 @@ def test_jacobian_in_reverse_mode(function: Function, tensors: tuple[Tensor, Ten
 
 @pytest.mark.parametrize("name", ["attention", "operator", "lse"])
 def test_what_cannot_be_differentiated_says_so(name: str, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Forward mode and second derivatives, each through every entrance: an error, never a zero."""
+    """Forward mode and second derivatives, through every entry point: an error, never a zero."""
     function = FUNCTIONS[name]
     q, k, v = tensors
 
@@ -172,7 +174,7 @@ def test_errors_under_transforms_speak_of_the_callers_tensors(tensors: tuple[Ten
     ):
         with pytest.raises(ShapeError, match="share head_dim; found 16 in q and 8 in k"):
             call()
-    with pytest.raises(ShapeError, match=r"found \[4, 20, 16\], 3 dimensions"):  # vmap took the batch away
+    with pytest.raises(ShapeError, match=r"found \[4, 20, 16\], 3 dimensions"):  # vmap removed the batch dimension
         vmap(flashmoe.attention)(q, k, v)
 
 

@@ -28,8 +28,8 @@ def test_large_logits(factor: int, device: str) -> None:
 def test_scores_beyond_the_range_of_half(device: str) -> None:
     """q k^T of 4e6 overflows float16 but not the float32 that scores are kept in: each row picks one key.
 
-    The largest weight is exp2(fma(s, c, -round(m c))) on a GPU, off from 1 by a few per cent here; the row sum holds the
-    same factor, so what is left is the rounding of that weight to the inputs' dtype.
+    The largest weight is exp2(fma(s, c, -round(m c))) on a GPU, which differs from 1 by a few percent here; the row sum contains the
+    same factor, so what remains is the rounding of that weight to the inputs' dtype.
     """
     for dtype in DTYPES[device]:
         q = torch.full((1, 1, 40, 64), 250.0, dtype=dtype, device=device)
@@ -43,7 +43,7 @@ def test_scores_beyond_the_range_of_half(device: str) -> None:
 
 
 def test_constant_inputs_average_the_values(device: str) -> None:
-    """All scores equal: the result is the mean of the visible values, exactly known per row."""
+    """All scores are equal: the result is the mean of the visible values, known exactly for each row."""
     for dtype, causal in product(DTYPES[device], (False, True)):
         q = torch.ones(1, 2, 65, 64, dtype=dtype, device=device)
         v = torch.randn(1, 2, 65, 64, device=device).to(dtype)
@@ -57,7 +57,7 @@ def test_constant_inputs_average_the_values(device: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_equal_scores_of_any_size(head_dim: int, size: float, device: str) -> None:
     """A maximum that stays the same over 64 tiles: the first keys weigh as much as the last, at scores of up to 2e8."""
-    heads = 2 if device == "cpu" else 256  # enough for every GPU to leave the keys of a row together (no split)
+    heads = 2 if device == "cpu" else 256  # enough that no GPU splits the keys of a row
     for dtype, causal in product(DTYPES[device], (False, True)):
         q = torch.full((1, heads, 150, head_dim), size, dtype=dtype, device=device)
         k = torch.full((1, 1, 4097, head_dim), size, dtype=dtype, device=device)
@@ -66,7 +66,7 @@ def test_equal_scores_of_any_size(head_dim: int, size: float, device: str) -> No
         seen = 4097 - 149 + torch.arange(150, device=device) if causal else torch.tensor(4097, device=device)
         expected = (3.0 - 2.0 * 2048 / seen.double()).view(1, 1, -1, 1).expand(q.shape)
         out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
-        # Equal terms all round the same way: 128 keys summed in fp32 are off by up to 64.5 * 2^-24.
+        # Equal terms all round the same way: 128 keys summed in fp32 have an error of up to 64.5 * 2^-24.
         torch.testing.assert_close(out.double(), expected, rtol=max(torch.finfo(dtype).eps, 4e-6), atol=0.0)
         scores = torch.full_like(lse, size * size * head_dim**0.5)
         torch.testing.assert_close(lse, scores + seen.log().float(), rtol=1e-6, atol=2e-4)
@@ -82,7 +82,7 @@ def test_nan_in_a_query_stays_in_its_row(device: str) -> None:
         assert lse[0, 1, 33].isnan()
         others = torch.ones_like(lse, dtype=torch.bool)
         others[0, 1, 33] = False
-        # close, not equal: a backend may take another path for a block that holds a NaN
+        # close, not equal: a backend may take another code path for a block that holds a NaN
         torch.testing.assert_close(out[others], clean[others], rtol=0, atol=CLOSE[dtype])
         torch.testing.assert_close(lse[others], clean_lse[others], rtol=0, atol=LSE_TOLERANCE)
 
@@ -114,8 +114,8 @@ def test_key_with_score_minus_infinity_has_no_weight(device: str) -> None:
 
 @pytest.mark.parametrize("seq_q", [1, 70])
 def test_the_rule_for_scores_that_are_not_finite(seq_q: int, device: str) -> None:
-    """NaN: NaN. +inf: NaN, lse too (plain: +inf). -inf: no weight. All -inf: on the CPU as no key at all, gradients included; on a
-    GPU that, or NaN as in a plain softmax: tiles without a mask ask no row whether it has a key."""
+    """A NaN score gives NaN. +inf gives NaN, also in lse (plain attention: +inf). -inf has no weight. All -inf: on the CPU like no key at
+    all, gradients included; on a GPU that, or NaN as in a plain softmax, because tiles without a mask do not check rows for keys."""
     for dtype in DTYPES[device]:
         for value, keys, wanted in (
             (math.nan, [77], math.nan),
@@ -160,7 +160,7 @@ def test_bad_value_stays_in_its_column(bad: float, device: str) -> None:
 
 @pytest.mark.parametrize(("seq_q", "seq_k"), [(2, 1), (65, 64), (130, 5), (200, 136), (300, 44)])
 def test_rows_without_a_visible_key(seq_q: int, seq_k: int, device: str) -> None:
-    """Bottom-right causal, more queries than keys: the first Sq - Sk rows are exactly 0, their lse exactly -inf."""
+    """Bottom-right causal mask, more queries than keys: the first Sq - Sk rows are exactly 0, their lse exactly -inf."""
     for dtype, head_dim in product(DTYPES[device], (40, 64, 128)):
         q, k, v = _inputs(device, dtype, seq_q, seq_k, head_dim=head_dim)
         out, lse = check_attention(q, k, v, causal=True)
@@ -188,12 +188,12 @@ def test_empty_sizes(batch: int, heads_q: int, heads_kv: int, seq_q: int, seq_k:
         out, lse = flashmoe.attention(q, k, v, causal=causal, return_lse=True)
         assert out.shape == q.shape
         assert lse.shape == q.shape[:3]
-        assert (out == 0).all()  # where there are rows there are no keys
+        assert (out == 0).all()  # if there are rows, there are no keys
         assert (lse == -math.inf).all()
 
 
 def _poison(device: str, dtype: torch.dtype, shape: tuple[int, ...], copies: int) -> set[int]:
-    """Leave freed blocks full of NaN of the given size to the allocator; returns their addresses."""
+    """Returns freed blocks of the given size, full of NaN, to the allocator; returns their addresses."""
     blocks = [torch.full(shape, math.nan, dtype=dtype, device=device) for _ in range(copies)]
     return {block.data_ptr() for block in blocks}
 
@@ -215,7 +215,7 @@ def test_poisoned_outputs_are_written_in_full(seq_q: int, seq_k: int, head_dim: 
 
 @pytest.mark.parametrize("head_dim", [40, 59, 64, 128, 256])
 def test_nothing_outside_the_inputs_is_read(head_dim: int, device: str) -> None:
-    """Each input is a window of a buffer full of NaN: a read past a row, a column or the end shows in the result."""
+    """Each input is a view into a buffer full of NaN: a read past a row, a column or the end shows in the result."""
     for dtype, causal in product(DTYPES[device], (False, True)):
         q, k, v = make_inputs(Problem(65, 67, head_dim), device, dtype)
         windows = []

@@ -1,4 +1,4 @@
-"""Ragged and paged batches, caches, windows, softcap, sinks and masks against float64; what is unused holds NaN."""
+"""Ragged and paged batches, caches, windows, softcap, sinks and masks against float64; unused memory holds NaN."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ BANDS = {
     "no scale": Band(window=(4, 4), scale=0.0),
 }
 every_band = pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
-# Lengths past a block, of one token, of none, more rows than keys, keys alone, rows alone.
+# Lengths longer than a block, of one token, of none, more rows than keys, only keys, only rows.
 USUAL = Ragged((65, 1, 0, 130, 7, 40, 3), (65, 90, 4, 130, 200, 10, 0), spare=3)
 
 
@@ -64,7 +64,7 @@ def test_any_lengths(
 @pytest.mark.parametrize("heads", [(8, 2), (7, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_few_rows_over_many_keys(heads: tuple[int, int], head_dim: int, device: str) -> None:
-    """Whose keys several blocks may share: every row has its own, and the same bits again."""
+    """Several blocks may share a row's keys: each row sees its own keys, with the same bits in a second call."""
     ragged = Ragged((130, 1, 0, 33, 64), (4000, 700, 9, 33, 1100), *heads, head_dim, head_dim)
     dtype = DTYPES[device][-1]
     for band in (Band(causal=True), Band(window=(300, 0))):
@@ -75,7 +75,7 @@ def test_few_rows_over_many_keys(heads: tuple[int, int], head_dim: int, device: 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_sequences_are_dense_calls(causal: bool, device: str) -> None:
-    """On the CPU bit for bit; on a GPU the tiles may differ."""
+    """Bit for bit on the CPU; on a GPU the tiles may differ."""
     ragged = Ragged((33, 1, 257, 90), (33, 140, 257, 120))
     for dtype in DTYPES[device]:
         q, k, v = ragged.tensors(device, dtype)
@@ -111,7 +111,7 @@ def _dense(
 def _cached(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], band: Band, sinks: Tensor | None, device: str, found: Any
 ) -> None:
-    """(out, lse) [B, ..] against the reference on each sequence's own keys."""
+    """Compares (out, lse) [B, ..] with the reference on each sequence's own keys."""
     for entry, length in enumerate(lengths):
         parts = (q[entry], k[entry, :, :length], v[entry, :, :length])
         wide = by_definition(*(part.double() for part in parts), band, sinks)
@@ -122,7 +122,7 @@ def _cached(
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256, 528])
 def test_pages(page_size: int, rows: int, device: str) -> None:
-    """Shuffled pages, NaN in those that are unused and behind each sequence's last key; heads that fold, and more rows."""
+    """Shuffled pages, NaN in unused ones and after each sequence's last key; heads that fold, and more rows."""
     lengths = (300, 0, 17, 129)
     sinks = torch.tensor([-1.0, 0.5, 2.0, 0.0], device=device)
     dtypes = DTYPES[device]
@@ -149,7 +149,7 @@ def test_pages(page_size: int, rows: int, device: str) -> None:
 
 
 def test_ragged_rows_over_pages(device: str) -> None:
-    """Prefill of several sequences into a paged cache, the first page shared by all."""
+    """Prefill of several sequences into a paged cache, with the first page shared by all."""
     ragged = Ragged((70, 1, 33), (150, 64, 100), spare=2)
     for dtype in DTYPES[device]:
         q, tokens, _ = ragged.tensors(device, dtype)
@@ -177,12 +177,12 @@ def test_ragged_rows_over_pages(device: str) -> None:
 
 @pytest.mark.parametrize("page_size", [0, 1, 16, 96])
 def test_append(page_size: int, device: str) -> None:
-    """New keys go behind the old ones, in place; nothing else is written; then all of them are seen."""
+    """New keys are appended after the old ones, in place; nothing else is written; then all of them are seen."""
     lengths, added = (30, 0, 95), 7
     for dtype in DTYPES[device]:
         q, k, v = _dense(device, dtype, lengths, 3, 20, 24)
         used = torch.tensor(lengths, dtype=torch.int32, device=device)
-        # As a projection gives them: [B, S, H, D], seen as [B, H, S, D].
+        # In a projection's layout: [B, S, H, D], viewed as [B, H, S, D].
         k_new, v_new = (torch.randn(3, added, 2, d, device=device).to(dtype).transpose(1, 2) for d in (64, 24))
         table = None
         caches = (k.clone(), v.clone())
@@ -257,8 +257,8 @@ def test_masks(band: Band, rows: int, device: str) -> None:
 
 
 def test_hidden_keys_may_hold_nan(device: str) -> None:
-    """Those that a window hides from every row, and on the CPU those that a bool mask hides. On a GPU a hidden value has weight 0 in
-    a product, as in torch's."""
+    """Keys that a window hides from every row, and on the CPU keys that a bool mask hides. On a GPU a value hidden by a mask has weight 0 in
+    a product, as in torch."""
     for dtype, rows in ((dtype, rows) for dtype in DTYPES[device] for rows in (2, 40)):
         q, k, v = (torch.randn(1, h, s, 64, device=device).to(dtype) for h, s in ((4, rows), (2, 300), (2, 300)))
         shown = torch.ones(300, dtype=torch.bool, device=device)
@@ -271,7 +271,7 @@ def test_hidden_keys_may_hold_nan(device: str) -> None:
 
 
 def test_repeats_and_batches(device: str) -> None:
-    """The same bits in every call, and with one split in every batch."""
+    """The same bits in every call, and with a single split in every batch."""
     ragged = Ragged((1, 1, 1, 1), (1000, 40, 5, 777))
     dtype = torch.bfloat16
     q, k, v = ragged.tensors(device, dtype)
@@ -295,8 +295,8 @@ def test_repeats_and_batches(device: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_many_short_entries(head_dim: int, device: str) -> None:
-    """In a large batch a GPU's tile has several heads of a short entry, alone it has one: the same bits."""
-    rows = (40, 64, 100, 3, 0, 130) * 7  # with ten heads more than three tiles for each of 132 multiprocessors
+    """In a large batch a GPU's tile holds several heads of a short sequence, in a call of its own only one: the same bits."""
+    rows = (40, 64, 100, 3, 0, 130) * 7  # with ten heads, more than three tiles per multiprocessor (132)
     ragged = Ragged(rows, tuple(length + index % 90 for index, length in enumerate(rows)), 10, 2, head_dim, head_dim)
     check_ragged(ragged, Band(causal=True), device, torch.bfloat16, with_sinks=True)
     q, k, v = ragged.tensors(device, torch.bfloat16)

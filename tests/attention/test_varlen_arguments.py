@@ -1,4 +1,4 @@
-"""Ragged, paged and banded attention inside torch's machinery, and what wrong arguments are told."""
+"""Ragged, paged and windowed attention inside torch's machinery, and the errors for wrong arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -66,7 +66,7 @@ def test_opcheck_append(device: str) -> None:
 
 
 def test_compiled(device: str) -> None:
-    """One graph for all lengths, forward and backward; a cache is appended to inside it."""
+    """One graph for all lengths, forward and backward; a cache is appended to inside a graph."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *lengths: Any) -> Tensor:
         return flashmoe.attention_varlen(q, k, v, *lengths, causal=True, window=(4, -1), softcap=3.0)
@@ -74,7 +74,7 @@ def test_compiled(device: str) -> None:
     def band(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flashmoe.attention(q, k, v, window=(3, 0), attn_mask=torch.ones(k.shape[2], device=q.device) > 0)
 
-    # The first sizes differ from each other: torch takes equal ones for the same.
+    # The first sizes differ from each other, because torch treats equal sizes as the same symbol.
     batches = [
         (*one.tensors(device, torch.float16), *one.cu_seqlens(device), *one.longest)
         for one in (Ragged((12, 1), (6, 30), 4, 2, 16, 24), SIZES)
@@ -144,11 +144,11 @@ def test_autocast(device: str) -> None:
 
 
 def test_operations_are_counted(device: str) -> None:
-    """Each sequence's own products, hidden scores included; what has no data counts as its longest."""
+    """Each sequence's own products, hidden scores included; without data every sequence counts as the longest."""
     arguments = ragged(device)
     leaves = [arguments[name].requires_grad_() for name in ("q", "k", "v")]
     scores = sum(rows * keys for rows, keys in zip(SIZES.lengths_q, SIZES.lengths_k, strict=True))
-    _extension.load()  # a counter that is older than the library knows none of its operators
+    _extension.load()  # a counter created before the library is loaded knows none of its operators
     with FlopCounterMode(display=False) as counter:
         out, _ = call_operator(**arguments)
     assert counter.get_total_flops() == 2 * 4 * scores * (16 + 24)
@@ -166,7 +166,7 @@ def test_operations_are_counted(device: str) -> None:
 
 
 def test_wrong_arguments(device: str) -> None:
-    """A call and a description of its tensors are told the same; every rule is asked in tests/arguments."""
+    """A call and a description of its tensors give the same error; tests/arguments covers every rule."""
     for layout, change in (
         (ragged, {"window_left": -2}),
         (banded, {"seqused_k": ints(device, 1)}),

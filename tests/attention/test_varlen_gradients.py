@@ -1,4 +1,4 @@
-"""Gradients of ragged and banded attention against autograd through the definition, in float64; merging; torch.func."""
+"""Gradients of ragged and windowed attention against autograd through the definition, in float64; merging; torch.func."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ from .gradients import make_leaves
 from .reference import DTYPES
 from .varlen_reference import Band, Ragged, by_definition, check_ragged, expected
 
-# Error of the largest gradient's size, as tests/cpu/test_backward.py has it; a softcap's slope costs some more.
+# Error relative to the largest gradient, as in tests/cpu/test_backward.py; the derivative of a softcap costs some more.
 LIMITS = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 BANDS = (
     Band(causal=True),
@@ -39,13 +39,13 @@ def _compare(found: Any, wanted: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("band", BANDS, ids=str)
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 def test_ragged(band: Band, with_sinks: bool, device: str) -> None:
-    """Of out and lse, in q, k, v and sinks; tokens of no sequence have zero gradients."""
+    """The gradients through out and lse, for q, k, v and sinks; tokens that belong to no sequence have zero gradients."""
     _check_ragged(band, device, DTYPES[device][int(with_sinks) :: 2], with_sinks=with_sinks)
 
 
 @pytest.mark.parametrize("isa", [isa for isa in CPU_ISAS if isa != "amx"])
 def test_instruction_sets(isa: str) -> None:
-    """The CPU's kernels in every version that this machine has, forward and backward."""
+    """The CPU kernels for every instruction set that this machine has, forward and backward."""
     before = _extension.cpu_isa()
     try:
         _extension.set_cpu_isa(isa)
@@ -111,8 +111,8 @@ def test_masks(kind: str, device: str) -> None:
 
 
 def test_unused_keys(device: str) -> None:
-    """Keys past seqused_k, and before every window, hold NaN: their gradients are zero and nobody else's is NaN. On a GPU those
-    before a window share a tile with seen ones, whose products they would reach with weight 0; they are finite there."""
+    """Keys past seqused_k, and before every window, hold NaN: their gradients are zero and no other gradient is NaN. On a GPU keys before
+    a window share a tile with visible keys, whose products they would reach with weight 0, so they are finite there."""
     dtype = DTYPES[device][0]
     q, k, v = (torch.randn(2, h, s, 64, device=device).to(dtype) for h, s in ((4, 40), (2, 200), (2, 200)))
     used = torch.tensor([200, 150], dtype=torch.int32, device=device)
@@ -149,7 +149,7 @@ def test_same_bits_every_time(device: str) -> None:
 
 
 def test_one_kernel_for_long_entries(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On compute capability 9.0: the same bits every time, and what the two kernels give, whose dq is added up in another order."""
+    """On compute capability 9.0: the same bits every time, and close to the two separate kernels, which sum dq in another order."""
     if device == "cpu" or torch.cuda.get_device_capability() != (9, 0) or os.environ.get("FLASHMOE_KERNEL"):
         pytest.skip("not run: needs a GPU of compute capability 9.0, and no family forced")
     for heads_kv, window in ((32, (-1, 0)), (16, (-1, 0)), (32, (2500, 0)), (32, (-1, -1))):
@@ -170,20 +170,20 @@ def test_one_kernel_for_long_entries(device: str, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(first[3], split[3])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch itself uses it
 def test_what_has_no_gradient(device: str) -> None:
     q = torch.randn(1, 2, 5, 64, device=device).half().requires_grad_()
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     used = torch.tensor([5], dtype=torch.int32, device=device)
     plain, sinks = q.detach(), torch.zeros(2, device=device)
-    for wanted in range(6):  # of any one of them alone
+    for wanted in range(6):  # each of them in turn
         leaves = [t.detach().requires_grad_(number == wanted) for number, t in enumerate([*(plain,) * 5, sinks])]
         with pytest.raises(DifferentiationError, match=r"under torch\.no_grad"):
             flashmoe.attention_with_kvcache(*leaves[:5], cache_seqlens=used, sinks=leaves[5])
     tokens, pages = q[0].transpose(0, 1), q.transpose(1, 2)
     cu_seqlens = torch.tensor([0, 5], dtype=torch.int32, device=device)
     with torch.autograd.forward_ad.dual_level():
-        new = torch.autograd.forward_ad.make_dual(plain, plain)  # whose tangents the cache would lose
+        new = torch.autograd.forward_ad.make_dual(plain, plain)  # the cache would lose its tangents
         with pytest.raises(DifferentiationError, match=r"under torch\.no_grad"):
             flashmoe.attention_with_kvcache(plain, plain, plain, new, new, cache_seqlens=used)
     out = flashmoe.attention_varlen(tokens, pages, pages, cu_seqlens, None, 5, 5, seqused_k=used, block_table=table)
@@ -198,7 +198,7 @@ def test_what_has_no_gradient(device: str) -> None:
 
 
 def test_torch_func(device: str) -> None:
-    """vmap puts the mapped dimension into the batch where it can, and calls one by one where it cannot."""
+    """vmap moves the mapped dimension into the batch if it can, and otherwise calls element by element."""
     dtype = DTYPES[device][0]
     q, k, v = (torch.randn(3, 2, h, 20, 64, device=device).to(dtype) for h in (4, 2, 2))
     sinks = torch.randn(3, 4, device=device)
@@ -253,7 +253,7 @@ def test_merging_parts_is_the_whole(device: str) -> None:
 
 
 def test_merging_nothing() -> None:
-    """Rows that neither part sees stay empty; a part of no weight is ignored; ragged results too."""
+    """Rows that neither part sees stay empty; a part of weight 0 is ignored; also for ragged results."""
     out = torch.randn(6, 2, 8)
     lse = torch.randn(2, 6)
     nothing = torch.full((2, 6), -math.inf)

@@ -1,4 +1,4 @@
-"""Ragged and paged attention wherever its tensors lie: packed projections, pages of any kind, lengths that the host never sees."""
+"""Ragged and paged attention with tensors in any memory layout: packed projections, pages of any kind, lengths that the host never reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ _SIDES = st.sampled_from([-1, -1, 0, 7, 40])
 def test_any_pages(
     lengths: list[int], rows: int, page_size: int, shared: int, band: Band, with_sinks: bool, device: str
 ) -> None:
-    """Shuffled, the first ones shared; all that no row may see holds NaN, and pages that a window has left behind are no pages."""
+    """Shuffled pages, the first ones shared; everything that no row may see holds NaN, and pages before a window have invalid numbers."""
     dtype = DTYPES[device][-1]
     counts = tuple(lengths)
     generator = torch.Generator().manual_seed(rows)
@@ -65,7 +65,7 @@ def test_any_pages(
 
 
 def test_pages_that_a_window_has_left_behind(device: str) -> None:
-    """Prefill in chunks: the cache manager has given them away, and they would share a key block with pages that are seen."""
+    """Prefill in chunks: the cache manager has reused these pages, and they would share a key block with visible pages."""
     dtype = DTYPES[device][0]
     q, k = (torch.randn(2, heads, 130, 64, device=device).to(dtype) for heads in (4, 2))
     q = q[:, :, :90].transpose(1, 2).flatten(0, 1)
@@ -81,7 +81,7 @@ def test_pages_that_a_window_has_left_behind(device: str) -> None:
 
 
 def test_packed_projections(device: str) -> None:
-    """q, k and v as slices of one projection's rows, with room behind each sequence's keys; gradients too."""
+    """q, k and v as slices of one projection's rows, with unused room after each sequence's keys; gradients too."""
     ragged = Ragged((70, 0, 33, 5), (70, 6, 140, 9), 4, 2, 64, 64)
     used = _ints(device, 60, 0, 140, 9)
     for dtype in DTYPES[device]:
@@ -102,7 +102,7 @@ def test_packed_projections(device: str) -> None:
 
 
 def test_strided_pages_and_tables(device: str) -> None:
-    """K and V of a page side by side, heads outside of a page's keys, a table with room, every other row of a table."""
+    """K and V of a page side by side, heads before a page's keys in memory, a table with unused columns, every other row of a table."""
     dtype, lengths = DTYPES[device][0], (90, 0, 41)
     for rows in (1, 30):
         q, k, v = (
@@ -123,7 +123,7 @@ def test_strided_pages_and_tables(device: str) -> None:
 
 
 def test_an_entry_is_the_same_in_every_batch(device: str) -> None:
-    """num_splits=1, chunks of a prompt and single rows: neither neighbours, nor their number, nor the longest change a bit."""
+    """num_splits=1, chunks of a prompt and single rows: neighbours, their number and the longest sequence do not change a bit."""
     ragged = Ragged((1, 40, 130, 1, 3, 16, 17), (700, 90, 130, 5, 300, 900, 900))
     for dtype in DTYPES[device]:
         q, k, v = ragged.tensors(device, dtype)
@@ -139,7 +139,7 @@ def test_an_entry_is_the_same_in_every_batch(device: str) -> None:
 
 
 def _calls() -> dict[str, Callable[[], Any]]:
-    """Every kind of call, on a GPU; each has run before."""
+    """Every kind of call on a GPU; each has already run once."""
     ragged = Ragged((70, 0, 33), (70, 9, 140))
     leaves = make_leaves(*ragged.tensors("cuda", torch.bfloat16))
     cu_seqlens, longest = ragged.cu_seqlens("cuda"), ragged.longest
@@ -170,7 +170,7 @@ def _calls() -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.gpu
 def test_no_call_waits_for_the_gpu() -> None:
-    """All of them are back while the kernel that was launched before them still runs."""
+    """All of them return while the kernel that was launched before them still runs."""
     calls = _calls()
     torch.cuda.synchronize()
     torch.cuda._sleep(1_000_000_000)  # half a second
@@ -184,13 +184,13 @@ def test_no_call_waits_for_the_gpu() -> None:
 
 @pytest.mark.gpu
 def test_a_training_graph_is_replayed_with_other_lengths() -> None:
-    """Forward and backward captured once; lengths up to the maxima, none among them, change between replays."""
+    """Forward and backward captured once; lengths up to the maxima, including 0, change between replays."""
     tokens = torch.randn(300, 8, 64, device="cuda", dtype=torch.bfloat16)
     tensors = (*(part.contiguous() for part in tokens.split((4, 2, 2), 1)), torch.zeros(4, device="cuda"))
     cu_q, cu_k = _ints("cuda", 0, 100, 200, 300), _ints("cuda", 0, 100, 200, 300)
 
     def call() -> tuple[Tensor, ...]:
-        leaves = [tensor.detach().requires_grad_() for tensor in tensors]  # of this call's stream
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]  # created on this call's stream
         out = flashmoe.attention_varlen(*leaves[:3], cu_q, cu_k, 150, 200, causal=True, softcap=5.0, sinks=leaves[3])
         return out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))
 

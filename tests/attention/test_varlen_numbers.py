@@ -1,4 +1,4 @@
-"""What only the numbers of a ragged or cached call tell, and what its caches and parts may share."""
+"""Errors in a ragged or cached call that only the numbers in its tensors reveal, and errors of the functions themselves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from .varlen_calls import NAMES, banded, call_operator, ints, paged, ragged
 
 pytestmark = COMPILED
 
-# What only the numbers tell: on a GPU with FLASHMOE_CHECK_VALUES=1.
+# Errors that only the numbers reveal: on a GPU with FLASHMOE_CHECK_VALUES=1.
 NUMBERS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[str], dict[str, Any]], str]] = {
     "decreasing": (ragged, lambda device: {"cu_seqlens_q": ints(device, 0, 6, 5, 14)}, "from 6 to 5 at sequence 1"),
     "negative": (ragged, lambda device: {"cu_seqlens_k": ints(device, -1, 3, 5, 9)}, "cu_seqlens_k starts at -1"),
@@ -56,7 +56,7 @@ def test_wrong_numbers(name: str, device: str, monkeypatch: pytest.MonkeyPatch) 
     layout, change, words = NUMBERS[name]
     arguments = layout(device)
     arguments.update(change(device))
-    if device != "cpu":  # unchecked they are clamped to the tensors: no fault, and what comes next is right
+    if device != "cpu":  # unchecked numbers are clamped to the tensors: no fault, and the next call is right
         call_operator(**arguments)
         torch.cuda.synchronize()
     monkeypatch.setenv("FLASHMOE_CHECK_VALUES", "1")
@@ -69,7 +69,7 @@ def test_wrong_numbers(name: str, device: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_functions_raise_typed_errors(device: str) -> None:
-    """What the functions themselves check, and that the operator's errors arrive typed."""
+    """The functions' own checks, and that the operator's errors arrive typed."""
     a = ragged(device)
     q, k, v, cu_q, cu_k = (a[name] for name in NAMES[:5])
     varlen: Any = flashmoe.attention_varlen
@@ -112,7 +112,7 @@ def test_functions_raise_typed_errors(device: str) -> None:
 
 
 def _dense(arguments: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    """[1, H, tokens, D] of the ragged tensors."""
+    """q, k and v of the ragged tensors as [1, H, tokens, D]."""
     q, k, v = (arguments[name].transpose(0, 1).unsqueeze(0) for name in ("q", "k", "v"))
     return q, k, v
 

@@ -1,4 +1,4 @@
-"""Head dims above 256: what serves them, and what says that it does not."""
+"""Head dims above 256: which calls support them, and the errors of those that do not."""
 
 import math
 import os
@@ -18,7 +18,7 @@ from .reference import DTYPES, check_attention
 from .varlen_reference import Band, Ragged, check_ragged, compare, to_pages
 
 MOST = 512
-# Without their types: tensors come as generators here.
+# Untyped, because tensors are passed as generators here.
 by_definition: Any = varlen_reference.by_definition
 plain_attention: Any = reference.plain_attention
 ours: Any = flashmoe
@@ -28,8 +28,8 @@ SHAPES = (
     (2, 4, 1, 70, 201, 512),
     (1, 2, 1, 200, 131, 512),  # rows that see no key
     (3, 1, 1, 65, 33, 264),
-    (1, 3, 3, 33, 65, 300),  # no whole number of 16-byte pieces
-    (2, 8, 1, 1, 1100, 512),  # one position, whose heads are rows
+    (1, 3, 3, 33, 65, 300),  # not a multiple of 16 bytes
+    (2, 8, 1, 1, 1100, 512),  # one position: its heads are the rows
     (1, 32, 1, 1, 1100, 320),  # more heads than a tile of few rows holds
     (1, 2, 1, 40, 1300, 512),  # a block of rows over many keys
     (1, 2, 2, 7, 3, 511),
@@ -68,7 +68,7 @@ def test_ragged(head_dim: int, head_dim_v: int, device: str) -> None:
 
 @pytest.mark.parametrize(("rows", "page_size"), [(1, 0), (1, 3), (1, 64), (3, 16), (40, 0), (40, 16)])
 def test_caches(rows: int, page_size: int, device: str) -> None:
-    """Dense and in shuffled pages, with NaN behind each sequence's last key; heads that fold, and keys that are divided."""
+    """Dense and in shuffled pages, with NaN after each sequence's last key; heads that fold, and keys that are split."""
     lengths = (1400 if device == "cuda" else 300, 0, 17, 129)
     sinks = torch.linspace(-1, 2, 8, device=device)
     for seed, band in enumerate((Band(), Band(causal=True, window=(230, 0), softcap=3.0))):
@@ -117,7 +117,7 @@ def _double(mask: Tensor) -> Tensor:
 
 
 def test_consistent_rows_have_the_same_bits(device: str) -> None:
-    """One causal pass, its last rows alone, and rows of a ragged batch."""
+    """One causal pass, its last rows in separate calls, and the same rows in a ragged batch."""
     for dtype in DTYPES[device]:
         q, k, v = (torch.randn(1, heads, 150, MOST, device=device).to(dtype) for heads in (4, 2, 2))
         whole = ours.attention(q, k, v, causal=True, consistent=True)
@@ -141,7 +141,7 @@ def test_every_run_has_the_same_bits(rows: int, device: str) -> None:
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_dense_gradients(causal: bool, device: str) -> None:
-    """On a GPU by torch's products, block by block; by the rule of twice the error of 16-bit torch."""
+    """On a GPU by torch's matrix products, block by block; within twice the error of 16-bit torch."""
     for dtype in DTYPES[device]:
         tensors = [torch.randn(1, heads, 90, MOST, device=device).to(dtype) for heads in (4, 2, 2)]
         grad_out = torch.randn(1, 4, 90, MOST, device=device).to(dtype)

@@ -29,7 +29,7 @@ def ragged(device: str) -> dict[str, Any]:
 
 
 def banded(device: str) -> dict[str, Any]:
-    """Dense, with everything."""
+    """Dense, with every option."""
     q, k, v = (torch.randn(2, h, s, d, device=device).half() for h, s, d in ((4, 5, 16), (2, 7, 16), (2, 7, 24)))
     mask = torch.ones(5, 7, dtype=torch.bool, device=device).expand(2, 4, 5, 7)
     sinks = torch.zeros(4, device=device)

@@ -1,4 +1,4 @@
-"""Ragged and paged problems with windows, softcaps and sinks, held against the operation's definition, sequence by sequence."""
+"""Ragged and paged problems with windows, softcaps and sinks, compared with the operation's definition, sequence by sequence."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from .reference import LSE_TOLERANCE, assert_ran_here, tolerance
 
 @dataclass(frozen=True)
 class Band(ScoreOptions):
-    """As keywords of our functions."""
+    """Score options as keywords of flashmoe's functions."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Ragged:
         return max(self.lengths_q, default=0), max(self.lengths_k, default=0)
 
     def tensors(self, device: str, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as lists of tokens."""
+        """q, k, v as ragged tensors [tokens, heads, head_dim]."""
         generator = torch.Generator().manual_seed(seed)
 
         def tokens(lengths: tuple[int, ...], heads: int, head_dim: int) -> Tensor:
@@ -84,7 +84,7 @@ def expected(
 def compare(
     found: tuple[Tensor, Tensor], wide: tuple[Tensor, Tensor], plain: Tensor, device: str, *, ran: bool = True
 ) -> None:
-    """By the rule: ``wide`` in float64, ``plain`` by torch in the tensors' own dtype."""
+    """Applies the error rule: ``wide`` in float64, ``plain`` by torch in the tensors' own dtype."""
     out, lse = found
     if ran:
         assert_ran_here(device)
@@ -123,7 +123,7 @@ def call_ragged(
 
 
 def check_ragged(ragged: Ragged, band: Band, device: str, dtype: torch.dtype, **options: Any) -> tuple[Tensor, Tensor]:
-    """The same, held against the reference; returns (out, lse)."""
+    """``call_ragged``, compared with the reference; returns (out, lse)."""
     tensors, sinks, found = call_ragged(ragged, band, device, dtype, **options)
     if found[0].numel():
         wide = expected(ragged, *(tensor.double() for tensor in tensors), band, sinks)
@@ -133,7 +133,7 @@ def check_ragged(ragged: Ragged, band: Band, device: str, dtype: torch.dtype, **
 
 @dataclass(frozen=True)
 class Pages:
-    """A paged cache: the same keys as in a dense one, in pages that a table names."""
+    """A paged cache: the keys of a dense one, in pages listed by a table."""
 
     k: Tensor  # [pages, page_size, heads, head_dim]
     v: Tensor
@@ -143,10 +143,10 @@ class Pages:
 def to_pages(
     k: Tensor, v: Tensor, lengths: tuple[int, ...], page_size: int, *, room: int = 0, shared: int = 0, seed: int = 0
 ) -> Pages:
-    """Pages of ``page_size`` in random order, of dense k and v [B, Hkv, Sk, D]; what is unused is NaN, in the table 0 is not.
+    """Pages of ``page_size`` in random order, from dense k and v [B, Hkv, Sk, D]; unused memory is NaN, unused table entries are -1.
 
-    room: keys that each sequence has pages for beyond its own. shared: so many first pages are those of sequence 0, for which all
-    sequences begin with its keys.
+    room: keys beyond its own for which each sequence has pages. shared: this many leading pages of every sequence are those of sequence 0,
+    so all sequences must begin with its keys.
     """
     device = k.device
     per_sequence = max(1, -(-(max(lengths, default=0) + room) // page_size))

@@ -1,4 +1,4 @@
-"""The cache of 8-bit floats by its description, for tests: bytes packed with struct, values decoded bit by bit."""
+"""The 8-bit cache format by its description, for tests: bytes packed with struct, values decoded bit by bit."""
 
 import math
 import struct
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 KEY_BYTES = 656
-# Codes 0 to 127: sign, 4 bits of exponent (bias 7), 3 of fraction; no infinity.
+# Codes 0 to 127: sign, 4 bits of exponent (bias 7), 3 bits of fraction; no infinity.
 MAGNITUDES = [
     math.nan if code == 0x7F else (code & 7) * 2.0**-9 if code < 8 else (8 + (code & 7)) * 2.0 ** ((code >> 3) - 10)
     for code in range(128)
@@ -16,7 +16,7 @@ VALUES = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=to
 
 
 def nearest_code(value: float) -> int:
-    """The closest of all codes, of two the even one."""
+    """The closest of all codes; of two equally close ones the even one."""
     if math.isnan(value):
         return 0x7F
     sign = 0x80 if math.copysign(1.0, value) < 0 else 0
@@ -25,7 +25,7 @@ def nearest_code(value: float) -> int:
 
 
 def quantized(latent: Tensor) -> bytes:
-    """656 bytes of a latent [576]."""
+    """The 656 bytes of a latent [576]."""
     codes, scales = b"", b""
     for group in latent[:512].double().reshape(4, 128).tolist():
         most = max((abs(value) for value in group if not math.isnan(value)), default=0.0)
@@ -38,7 +38,7 @@ def quantized(latent: Tensor) -> bytes:
 
 
 def dequantized(coded: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., 576] of ``dtype``, whose rotary values the cache holds; other scales than powers of two are rounded once."""
+    """[..., 576] in ``dtype``, the type of the cache's rotary values; with scales other than powers of two, products are rounded once."""
     coded = coded.view(torch.uint8).cpu()
     scales = coded[..., 512:528].contiguous().view(torch.float32).double()
     latent = VALUES[coded[..., :512].long()] * scales.repeat_interleave(128, -1)

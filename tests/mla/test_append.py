@@ -1,4 +1,4 @@
-"""flashmoe.mla_append against the format's description: every number, rows by lengths, pages and slots, what is refused."""
+"""flashmoe.mla_append against the format's description: every number, rows by lengths, pages and slots, rejected arguments."""
 
 import importlib
 from typing import Any
@@ -23,7 +23,7 @@ either = pytest.mark.parametrize("dtype", [F16, BF16], ids=["f16", "bf16"])
 
 
 def make(batch: int, tokens: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Magnitudes that differ from one scale to the next."""
+    """Random latents whose magnitudes differ from one scale to the next."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-16, 5, (batch, tokens, 9, 1), generator=generator).float()
     return (torch.randn(batch, tokens, 9, 64, generator=generator) * 2.0**exponents).flatten(2).to(dtype)
@@ -76,7 +76,7 @@ def test_slots_and_a_dense_cache(dtype: torch.dtype, device: str) -> None:
 
 @either
 def test_every_number(dtype: torch.dtype, device: str) -> None:
-    """All bit patterns, 64 of neighbouring magnitude in each half of a group, so that many a scale is met; and in one group with a large one."""
+    """All bit patterns: once with neighbouring ones in a group, so that many scales occur, and once spread, in groups that contain large ones."""
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     latents = torch.zeros(1, 256, 576, dtype=dtype)
     latents[0, :128, :512] = patterns.view(128, 512)
@@ -90,7 +90,7 @@ def test_every_number(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.gpu
 def test_tokens_without_a_row_are_dropped() -> None:
-    """On a GPU, where no number is read on the host."""
+    """On a GPU, where the host reads no numbers."""
     latents = make(3, 2, BF16).cuda()
     cache = torch.zeros(3, 16, KEY_BYTES, dtype=torch.uint8, device="cuda")
     flashmoe.mla_append(
@@ -174,7 +174,7 @@ def test_it_compiles_whole(device: str) -> None:
 
 
 def test_what_the_extension_says_is_worded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where C++ looks at the arguments and names a rule."""
+    """As on a GPU, where C++ checks the arguments and names a rule."""
 
     def fails(*_: Any) -> None:
         raise RuntimeError("flashmoe:mla.append_table|")

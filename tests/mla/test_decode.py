@@ -22,7 +22,7 @@ from flashmoe.errors import (
 
 SCALE = 192**-0.5
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-# Of a result of normal values: rounding of P and of the result; of lse: of exponents.
+# Bounds for results of normal values: rounding of P and of the result; for lse: of exponents.
 BOUNDS = {F16: 2e-3, BF16: 1.6e-2, F32: 1e-4}
 LSE_BOUND = 1e-3
 GARBAGE = 10**6
@@ -30,7 +30,7 @@ GARBAGE = 10**6
 
 @dataclass(frozen=True)
 class Case:
-    """``lengths`` keys of each sequence; pages of ``page_size`` in random order, or (0) a dense cache."""
+    """``lengths``: keys of each sequence; pages of ``page_size`` in random order, or 0 for a dense cache."""
 
     lengths: tuple[int, ...]
     heads: int
@@ -43,7 +43,7 @@ class Case:
 
 
 def make(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """q, the cache and the keyword arguments; NaN behind the keys, page numbers of nobody behind the pages."""
+    """q, the cache and the keyword arguments; NaN after the keys, invalid page numbers after the pages."""
     generator = torch.Generator().manual_seed(seed)
     batch, page = len(case.lengths), case.page_size
     q = torch.randn(batch, case.tokens, case.heads, 576, generator=generator)
@@ -72,7 +72,7 @@ def make(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, dict[s
 
 
 def expected(q: Tensor, cache: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """out and lse in float64, row by row of the definition."""
+    """out and lse in float64, row by row from the definition."""
     q, cache, table = q.cpu().double(), cache.cpu().double(), options.get("block_table")
     outs, lses = [], []
     for sequence, length in enumerate(options["cache_seqlens"].tolist()):
@@ -129,7 +129,7 @@ def test_it_is_attention_over_the_latents(device: str, case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["", "sm80", "sm90"], ids=["chosen", "sm80", "sm90"])
 def test_every_family_is_right(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few rows and many, keys of a part of a tile and of hundreds, in few parts and in as many as there are."""
+    """Few rows and many, keys for part of a tile and for hundreds of tiles, few splits and as many as possible."""
     if family == "sm90" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this GPU does not run the family")
     monkeypatch.setenv("FLASHMOE_KERNEL", family)
@@ -180,7 +180,7 @@ def test_any_shape(data: st.DataObject) -> None:
 
 
 def test_two_halves_merge(device: str) -> None:
-    """One of them empty for a sequence: its lse is -inf."""
+    """One of the halves is empty for a sequence: its lse is -inf."""
     q, cache, options = make(Case((96, 40), heads=4, page_size=0, causal=False), device)
     whole, whole_lse = flashmoe.mla_decode(q, cache, **options, return_lse=True)
     parts = []

@@ -37,7 +37,7 @@ def code(cache: Tensor, *, is_exact: bool = True, seed: int = 0) -> Tensor:
 def both(
     case: Case, device: str, *, is_exact: bool = True, view: torch.dtype = torch.uint8, seed: int = 0
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(out, lse) of the coded cache, of the dequantised one in the same family, and in float64."""
+    """(out, lse) on the coded cache, on the dequantised one with the same kernel family, and in float64."""
     q, cache, options = make(case, device, seed)
     coded = code(cache, is_exact=is_exact, seed=seed)
     wide = dequantized(coded, case.dtype).to(device)
@@ -57,7 +57,7 @@ def check(case: Case, device: str, **how: Any) -> None:
 
 
 def families() -> tuple[str, ...]:
-    """Those that the GPU runs; "" without one."""
+    """The kernel families that the GPU runs; ("",) without a GPU."""
     if not torch.cuda.is_available():
         return ("",)
     return ("", "sm80", "sm90") if torch.cuda.get_device_capability() == (9, 0) else ("sm80",)
@@ -65,7 +65,7 @@ def families() -> tuple[str, ...]:
 
 @pytest.fixture(autouse=True, params=families())
 def _one_family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is chosen for both caches, and each by itself."""
+    """Runs each test with the default family for both caches, and with each family forced."""
     monkeypatch.setenv(FAMILY, request.param)
 
 
@@ -130,7 +130,7 @@ def test_keys_that_lie_apart() -> None:
 
 
 def test_sequences_that_share_a_memory(device: str) -> None:
-    """A stride of 0, which the copy engine cannot have: the bits of a cache of one's own."""
+    """A stride of 0, which the copy engine does not support: the bits of a separate cache per sequence."""
     for heads in (8, 40):
         q, cache, options = make(Case((70, 64), heads=heads, page_size=0), device)
         shared = code(cache)[:1].expand(2, -1, -1)
@@ -162,7 +162,7 @@ def test_every_code(dtype: torch.dtype, device: str) -> None:
 
 @either
 def test_appended_latents_are_attended_to(dtype: torch.dtype, device: str) -> None:
-    """Written token by token and at once, by lengths and by slots."""
+    """Written in chunks and all at once, by lengths and by slots."""
     generator = torch.Generator().manual_seed(4)
     latents = torch.randn(2, 40, 576, generator=generator).to(dtype).to(device)
     q = torch.randn(2, 2, 16, 576, generator=generator).to(dtype).to(device)
@@ -181,7 +181,7 @@ def test_appended_latents_are_attended_to(dtype: torch.dtype, device: str) -> No
     whole = dequantized(caches[0], dtype)
     assert torch.equal(out, flashmoe.mla_decode(q, whole.to(device), **options))
     error = (whole.to(device)[table[0].long()].flatten(0, 1)[:40] - latents[0]).float().abs().max()
-    assert error <= 0.07 * latents.float().abs().max()  # half of a step of 3 bits
+    assert error <= 0.07 * latents.float().abs().max()  # half a step of 3 fraction bits
     assert error > 0
 
 

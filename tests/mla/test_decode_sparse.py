@@ -1,4 +1,4 @@
-"""flashmoe.mla_decode with indices: attention over the keys that they name, of both caches, and the bits of dense keys so gathered."""
+"""flashmoe.mla_decode with indices: attention over the listed keys, for both caches, with the bits of a dense cache of those keys."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from tests.mla.test_decode_codes import code, families
 
 @dataclass(frozen=True)
 class Case:
-    """``topk`` indices of each token, a share of ``missing`` of them -1; repeats are as likely as they are."""
+    """``topk`` indices per token, a share of ``missing`` of them -1; repeats occur by chance."""
 
     batch: int
     heads: int
@@ -34,7 +34,7 @@ class Case:
 
 
 def make(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """(q, cache, the same in 16 bits, keyword arguments); rows that no index names hold NaN."""
+    """(q, cache, the cache in 16 bits, keyword arguments); rows that no index lists hold NaN."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(case.batch, case.tokens, case.heads, 576, generator=generator).to(case.dtype)
     rows = case.pages * case.page_size
@@ -55,7 +55,7 @@ def make(case: Case, device: str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
 
 
 def expected(q: Tensor, wide: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """out and lse in float64, head by head of the definition."""
+    """out and lse in float64, head by head from the definition."""
     rows, indices = wide.cpu().double().flatten(0, 1), options["indices"].cpu()
     out = torch.zeros(*q.shape[:3], 512, dtype=torch.float64)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float64)
@@ -132,7 +132,7 @@ def test_any_shape(data: st.DataObject) -> None:
 def test_the_bits_of_gathered_keys(
     device: str, family: str, heads: int, has_codes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dense cache of the named keys, in their order; and -1 behind them is a shorter sequence."""
+    """A dense cache of the listed keys, in their order; trailing -1 equals a shorter sequence."""
     monkeypatch.setenv("FLASHMOE_KERNEL", family if device == "cuda" else "")
     case = Case(4, heads, topk=200, has_codes=has_codes, missing=0.0)
     q, cache, _, options = make(case, device)
@@ -173,7 +173,7 @@ def test_codes_have_the_bits_of_the_dequantised_cache_and_tokens_of_any_batch(
 @pytest.mark.gpu
 @both
 def test_many_keys(has_codes: bool) -> None:
-    """2048 of 64k keys, as DeepSeek's; the same bits 50 times; rows past the cache are nothing; a graph with other indices."""
+    """2048 of 64k keys, as in DeepSeek's models; the same bits 50 times; rows past the cache are skipped; a graph with other indices."""
     case = Case(8, heads=128, topk=2048, pages=1024, page_size=64, has_codes=has_codes, missing=0.0)
     q, cache, wide, options = make(case, "cuda")
     first = flashmoe.mla_decode(q, cache, **options)

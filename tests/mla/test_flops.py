@@ -1,4 +1,4 @@
-"""Operations of latent attention, as torch counts them: 576 columns of q k^T and 512 of P v for each key that memory holds."""
+"""Flop counts of latent attention, as torch counts them: 576 columns of q k^T and 512 of P v for each key that memory holds."""
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,7 +16,7 @@ def counted(q: torch.Tensor, cache: torch.Tensor, lengths: torch.Tensor | None, 
 
 
 def test_operations_count_memory_or_named_keys() -> None:
-    _extension.load()  # a counter that is older than the library knows none of its operators
+    _extension.load()  # a counter created before the library is loaded knows none of its operators
     q, lengths = torch.randn(B, T, H, 576), torch.tensor([9, 12], dtype=torch.int32)
     each = 2 * B * T * H * (576 + 512)
     assert counted(q, torch.randn(B, 20, 576), lengths) == 20 * each

@@ -19,7 +19,7 @@ from flashmoe.errors import (
 )
 
 DIM = 96
-BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of the output's norm
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # relative to the output's norm
 SHAPES: dict[str, dict[str, Any]] = {
     "deepseek v3": {"q_rank": 48},
     "deepseek v2 lite": {"heads": 2, "scale": 0.11, "bias": True},
@@ -36,7 +36,7 @@ def make(device: str = "cpu", dtype: torch.dtype = torch.float32, heads: int = 3
 
 
 def formula(module: flashmoe.MLA, x: Tensor, theta: float, eps: float) -> Tensor:
-    """Of x [B, S, dim] in float64: keys and values of each head, rows of a softmax."""
+    """The result for x [B, S, dim] in float64: keys and values of each head, and a softmax per row."""
     weights = {name: tensor.cpu().double() for name, tensor in module.state_dict().items()}
     x = x.cpu().double()
 
@@ -47,7 +47,7 @@ def formula(module: flashmoe.MLA, x: Tensor, theta: float, eps: float) -> Tensor
         return rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt() * weights[f"{name}.weight"]
 
     def turn(rows: Tensor) -> Tensor:
-        """Pairs as complex numbers, times e^(i angle)."""
+        """Pairs as complex numbers, multiplied by e^(i angle)."""
         pairs = rows.unflatten(-1, (32, 2)) if module.interleaved else rows.unflatten(-1, (2, 32)).mT
         angles = torch.arange(rows.shape[1])[:, None].double() * theta ** (-torch.arange(32).double() / 32)
         angles = angles.view(rows.shape[1], *(1,) * (rows.dim() - 3), 32)
@@ -91,7 +91,7 @@ def test_both_forms_are_the_formula(device: str, name: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("paged", [False, True], ids=["dense", "pages"])
 @pytest.mark.parametrize("absorbed", [None, True, False], ids=["chosen", "absorbed", "expanded"])
 def test_chunks_over_a_cache(device: str, paged: bool, absorbed: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sequences of which one is ahead; the memory behind them is NaN. Chosen: chunks of more than 4 are expanded."""
+    """Two sequences, one of which is ahead; memory after them is NaN. By default chunks of more than 4 tokens are expanded."""
     monkeypatch.setattr("flashmoe.mla.module.MOST_ABSORBED", 4)
     module = make(device, torch.bfloat16, q_rank=48)
     x = torch.randn(2, 40, DIM).to(device, torch.bfloat16)
@@ -101,7 +101,7 @@ def test_chunks_over_a_cache(device: str, paged: bool, absorbed: bool | None, mo
     if paged:
         options["block_table"] = torch.tensor([[5, 0, 3], [1, 6, 2]], dtype=torch.int32, device=device)
     lengths = torch.zeros(2, dtype=torch.int32, device=device)
-    ahead = x[:1].expand(2, -1, -1)  # of both sequences the same 9 tokens, of which the second forgets all
+    ahead = x[:1].expand(2, -1, -1)  # both sequences get the same 9 tokens, which the second one then forgets
     module(ahead[:, :9], cache, lengths, **options)
     lengths = lengths + torch.tensor([9, 0], dtype=torch.int32, device=device)
     for tokens in (10, 1, 3, 7):
@@ -204,7 +204,7 @@ def test_gradients_with_a_cache_are_refused() -> None:
 
 
 def test_whose_gradient_a_cache_refuses() -> None:
-    """The input's or the parameters', where one is recorded."""
+    """A gradient of the input or of the parameters, if one is recorded."""
     frozen, rows = make(), X.clone().requires_grad_()
     for module, x in ((frozen, rows), (make().requires_grad_(), X)):
         with pytest.raises(DifferentiationError, match="a cache is for inference"):
@@ -257,7 +257,7 @@ def test_sizes_that_no_kernel_takes(options: dict[str, Any], error: type[Flashmo
 
 
 def test_every_option_is_kept() -> None:
-    """A value that is not the default shows in the module, and nowhere else."""
+    """A value that is not the default changes that attribute of the module, and no other."""
     sizes = {"dim": 32, "heads": 2, "q_rank": 16, "nope_dim": 64, "value_dim": 64}
     plain = flashmoe.MLA(**sizes)
     for option, value in (("scale", 0.25), ("interleaved", False)):

@@ -1,12 +1,12 @@
-"""flashmoe in Hugging Face transformers: attention, experts and caches, by transformers' own registries.
+"""flashmoe in Hugging Face transformers: attention, experts and caches, through transformers' own registries.
 
     from flashmoe.integrations.transformers import register
     names = register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=names.attention, experts_implementation=names.experts)
 
-Nothing that transformers computes is patched; a model that cannot take attention by name is refused (models.py). transformers takes
-every attention whose name contains "flash" for a library that it should import, so the name here is "fmoe". Which of its registries take
-foreign names differs from version to version: :func:`register` finds out.
+No computation of transformers is patched; a model that cannot take attention by name is rejected (models.py). transformers treats
+every attention whose name contains "flash" as a library to import, so the name here is "fmoe". Which of its registries accept
+other libraries' names differs between versions: :func:`register` finds out.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Registered:
-    """What to ask transformers for. ``experts`` and ``paged`` are None where this version of transformers takes no foreign name."""
+    """The names to pass to transformers. ``experts`` and ``paged`` are None if this version of transformers does not accept other names."""
 
     attention: str
-    experts: str | None  # None up to 4.57, which has no registry, and in 5.x before it looked names up there
-    paged: str | None  # continuous batching; None up to 4.57, and from 5.19 on, which takes names of its own alone
+    experts: str | None  # None up to 4.57, which has no registry, and in early 5.x, which does not look names up there
+    paged: str | None  # continuous batching; None up to 4.57, and from 5.19 on, which accepts only its own names
 
 
 def register() -> Registered:
     """Make flashmoe known to transformers as an attention and an experts implementation; a second call changes nothing.
 
-    Raises ArgumentError where transformers is not installed or has no registry of attention functions.
+    Raises ArgumentError if transformers is not installed or has no registry of attention functions.
     """
     try:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -78,7 +78,7 @@ def register() -> Registered:
 def _register_experts() -> str | None:
     from transformers import PreTrainedModel
 
-    nobody: Any = PreTrainedModel  # for a self that is not looked at
+    nobody: Any = PreTrainedModel  # passed as self, which the method does not use
     try:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -88,7 +88,7 @@ def _register_experts() -> str | None:
     ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, fp8_experts_forward)
     try:
         PreTrainedModel.get_correct_experts_implementation(nobody, NAME)
-    except ValueError:  # versions that know their own names by heart
+    except ValueError:  # versions with a fixed list of names
         return None
     return NAME
 

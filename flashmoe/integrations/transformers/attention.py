@@ -1,4 +1,4 @@
-"""What transformers' layers call for their masks and their attention."""
+"""The functions that transformers' layers call for their masks and their attention."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NO_WEIGHTS = (
     f"{NAME!r} attention has no weights for output_attentions=True to return; for them use attn_implementation='eager'"
 )
 
-# Models that hand their sliding window to the attention function, so that no mask tensor is needed for it. Other models get
-# the window as a mask: right, but of size [B, 1, Sq, Sk].
+# Models that pass their sliding window to the attention function, so that it needs no mask tensor. Other models get
+# the window as a mask: correct, but of size [B, 1, Sq, Sk].
 WINDOW_MODELS = frozenset(
     {"mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "gpt_oss", "phi3"}
 )
@@ -38,10 +38,10 @@ def attention_mask(
     config: Any = None,
     **options: Any,
 ) -> Tensor | None:
-    """What the layers get as their mask: transformers' own for SDPA, True where a key is seen, or less.
+    """The mask that the layers get: transformers' own for SDPA, True where a key is visible, or something smaller.
 
-    None where causal=True and the layer's window say as much; for a decoding step over a static cache without padding int32
-    [B, 1, 1, 1], the keys that each sequence has by then, so that the empty rest of the cache is not read.
+    None if causal=True and the layer's window are equivalent; for a decoding step over a static cache without padding int32
+    [B, 1, 1, 1], the number of keys of each sequence, so that the unused rest of the cache is not read.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -75,9 +75,9 @@ def _lengths_of_static_cache(
     device: Any = None,
     **__: Any,
 ) -> Tensor | None:
-    """int32 [B, 1, 1, 1] where the mask of one new token is its sequence's length and no more; None otherwise.
+    """int32 [B, 1, 1, 1] if the mask of one new token is only its sequence's length; None otherwise.
 
-    Looking for padding waits for the GPU, as transformers does itself to leave a mask out.
+    Looking for padding waits for the GPU, as transformers' own check for leaving out a mask does.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -107,11 +107,11 @@ def attention_forward(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer: query [B, Hq, Sq, D], key and value [B, Hkv, Sk, D]; returns [B, Sq, Hq, D].
+    """Called by transformers in each layer: query [B, Hq, Sq, D], key and value [B, Hkv, Sk, D]; returns [B, Sq, Hq, D].
 
     With ``cu_seq_lens_q`` among the options (packed sequences, DataCollatorWithFlattening) the batch is ragged and the mask is
-    not read. What flashmoe lacks (float32 on a GPU, a position bias of packed sequences) goes to transformers' SDPA attention, and
-    FLASHMOE_FALLBACK says what then happens. A position bias, as T5 has it, is added to the scores, with its gradient.
+    not read. Unsupported calls (float32 on a GPU, a position bias with packed sequences) go to transformers' SDPA attention, and
+    FLASHMOE_FALLBACK says what happens then. A position bias, as in T5, is added to the scores, with its gradient.
     """
     if isinstance(key, (Latents, ScaledCodes)):
         if dropout == 0.0 and position_bias is None and options.get("cu_seq_lens_q") is None:
@@ -120,7 +120,7 @@ def attention_forward(
             if found is not None:
                 return found, None
         key, value = key.expand() if isinstance(key, Latents) else (key.dequantized(), value.dequantized())
-    # Looking for obstacles takes longer than the call: outside of a compiler only for what the operators would not refuse.
+    # Looking for obstacles takes longer than the call, so outside of a compiler it is done only for what the operators would not reject.
     is_packed = query.shape[0] == 1 and options.get("cu_seq_lens_q") is not None
     has_packed_bias = is_packed and position_bias is not None
     if is_compiling() or has_packed_bias or not _has_kernels(query):
@@ -149,7 +149,7 @@ def attention_forward(
 
 
 def _extras(softcap: float | None, s_aux: Tensor | None, dropout: float) -> dict[str, Any]:
-    """The keywords of what is there; of dropout a state is drawn in each call."""
+    """The keywords for the options that are given; with dropout a random state is drawn in each call."""
     extras: dict[str, Any] = {}
     if softcap:
         extras["softcap"] = float(softcap)
@@ -163,7 +163,7 @@ def _extras(softcap: float | None, s_aux: Tensor | None, dropout: float) -> dict
 def _whole_mask(
     query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, sliding_window: int | None, cu_seqlens: Tensor | None
 ) -> Tensor | None:
-    """What was left to the kernels, as a mask for SDPA: the lengths in a static cache, a window, the ends of packed sequences."""
+    """Converts what the kernels would have handled into a mask for SDPA: static-cache lengths, a window, the ends of packed sequences."""
     rows, keys = query.shape[2], key.shape[2]
     column = torch.arange(keys, device=key.device)
     if mask is not None:
@@ -204,7 +204,7 @@ def _attend(
 ) -> Tensor:
     if "cu_seq_lens_q" in options and options["cu_seq_lens_q"] is not None and query.shape[0] == 1:
         return _attend_packed(query, key, value, causal, window, scaling, extras, options)
-    # Views of transformers' layouts but for the last dimension, which the operators want contiguous.
+    # Views of transformers' layouts, except that the operators need a contiguous last dimension.
     if not (query.stride(-1) == key.stride(-1) == value.stride(-1) == 1):
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     if bias is not None:
@@ -213,14 +213,14 @@ def _attend(
     if mask is None:
         rows, keys = query.shape[2], key.shape[2]
         if causal and 1 < rows < keys:
-            # Only a prompt before an empty static cache comes without a mask: its keys are the first.
+            # Only a prompt before an empty static cache comes without a mask: its keys are the first ones in the cache.
             key, value = key[:, :, :rows], value[:, :, :rows]
         if bias is not None:
             extras["attn_mask"] = bias[..., : key.shape[2]]
-        if window is not None and keys > window[0] + 1:  # of fewer keys it hides none
+        if window is not None and keys > window[0] + 1:  # with fewer keys the window hides none
             extras["window"] = window
         out = attention(query, key, value, causal=causal and rows > 1, scale=scaling, **extras)
-    elif mask.dtype == torch.int32:  # the lengths in a static cache; one row sees all of them
+    elif mask.dtype == torch.int32:  # the lengths in a static cache; a single row sees all its keys
         options = {"softcap": 0.0, "sinks": None, **extras}
         out = varlen.attend(
             *(query, key, value),
@@ -231,14 +231,14 @@ def _attend(
             return_lse=False,
             **options,
         )
-    else:  # it says all there is to say, the causal rule and the window included
+    else:  # the mask includes the causal rule and the window
         out = attention(query, key, value, scale=scaling, attn_mask=mask, **extras)
     heads_inside: Tensor = out.transpose(1, 2).contiguous()
     return heads_inside
 
 
 def _with_bias(mask: Tensor, bias: Tensor) -> Tensor:
-    """The bias where a mask, or the lengths in a static cache, shows a key."""
+    """The bias where a mask, or the lengths in a static cache, shows a key; -inf elsewhere."""
     if mask.dtype == torch.int32:
         mask = torch.arange(bias.shape[-1], device=bias.device) < mask
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
@@ -256,7 +256,7 @@ def _attend_stored(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor | None:
-    """Over keys in the form in which a cache holds them; None where no kernel reads them so."""
+    """Attention over keys in a cache's stored form; None if no kernel reads them in that form."""
     if isinstance(key, Latents):
         is_static = mask is not None and mask.dtype == torch.int32
         if (
@@ -357,7 +357,7 @@ def paged_attention_forward(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Continuous batching: one ragged batch a step, query [1, Hq, tokens, D]; the cache takes the new keys and gives all."""
+    """Continuous batching: one ragged batch per step, query [1, Hq, tokens, D]; the cache stores the new keys and returns all keys."""
     cache = options.get("cache")
     if cache is None:
         msg = f"{PAGED_NAME} needs the cache of continuous batching; for a plain forward pass use {NAME!r}"

@@ -1,4 +1,4 @@
-"""A cache for ``generate`` that holds keys and values in float8_e4m3fn and hands them to our attention as they are."""
+"""A cache for ``generate`` that stores keys and values in float8_e4m3fn and passes them to flashmoe's attention in that form."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from flashmoe.attn import e4m3
 from flashmoe.errors import DtypeError
 from flashmoe.integrations.transformers.codes import ScaledCodes
 
-HEADROOM = 8  # times the largest magnitude of the first keys, or values, that their scale leaves below saturation
+HEADROOM = 8  # the scale leaves room for values of this many times the largest magnitude of the first keys or values
 LARGEST = 448.0
 ROOM = 128  # keys
 # With scales 2^a to 2^b every code times its scale is a number of the dtype.
 EXPONENTS = {torch.float16: (-15, 7), torch.bfloat16: (-40, 40)}
-FEW_ROWS = 16  # query rows up to which attention reads the codes; for more, 16-bit keys are made once
+FEW_ROWS = (
+    16  # with up to this many query rows attention reads the 8-bit keys; for more, they are converted to 16 bits once
+)
 
 
 class E4m3Layer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Keys and values [B, Hkv, room, D] in float8_e4m3fn, with a scale for each sequence and key head, chosen by the first ones.
+    """Keys and values [B, Hkv, room, D] in float8_e4m3fn, with a scale per sequence and key head, chosen from the first ones.
 
-    A sliding layer keeps its old keys too, and leaves the window to the attention.
+    A sliding layer also keeps its old keys, and leaves the window to the attention.
     """
 
     keys: Any  # Tensor, None before the first ones
@@ -31,7 +33,7 @@ class E4m3Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def __init__(self, **_: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cumulative_length = 0  # keys that there are; transformers' own name
+        self.cumulative_length = 0  # the number of keys; the name is transformers'
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if key_states.dtype not in EXPONENTS:
@@ -47,7 +49,7 @@ class E4m3Layer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Append; return all keys and values: for up to 16 new ones as they are stored, for more of them in 16 bits."""
+        """Append; return all keys and values: in 8 bits for up to 16 new rows, otherwise converted to 16 bits."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch, _heads, rows, _dim = key_states.shape
@@ -70,7 +72,7 @@ class E4m3Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self.cumulative_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget so many of the last keys, given as a negative number; a positive one is how many to keep."""
+        """Drop the last keys: a negative number says how many to drop, a positive one how many to keep."""
         kept = tokens_to_remove if tokens_to_remove > 0 else self.cumulative_length + tokens_to_remove
         self.cumulative_length = max(0, min(kept, self.cumulative_length))
 
@@ -98,9 +100,9 @@ class E4m3Cache(Cache):
 
         model.generate(tokens, past_key_values=E4m3Cache())
 
-    Half of the memory of a cache of 16 bits. Attention is that over the dequantised cache: scales are powers of two, one for each
+    Takes half of the memory of a 16-bit cache. Attention equals that over the dequantised cache: scales are powers of two, one per
     sequence and key head, chosen at the first call so that eight times its largest magnitude is still below saturation.
-    Another attention implementation raises ArgumentError; a model of float32, DtypeError.
+    Another attention implementation raises ArgumentError; a float32 model, DtypeError.
     """
 
     def __init__(self) -> None:
@@ -110,7 +112,7 @@ class E4m3Cache(Cache):
 def _scale(states: Tensor) -> Tensor:
     """float32 [B, Hkv], powers of two."""
     largest = states.detach().abs().amax((2, 3)).float().nan_to_num(nan=0.0, posinf=LARGEST)
-    _, exponent = torch.frexp(largest * (HEADROOM / LARGEST))  # 2^exponent is above; 0 of zero
+    _, exponent = torch.frexp(largest * (HEADROOM / LARGEST))  # 2^exponent is above the argument; 0 for zero
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(*EXPONENTS[states.dtype]))
 
 

@@ -1,4 +1,4 @@
-"""Keys or values of 8 bits and their scales as one tensor, which transformers hands from its cache to our attention and nothing else reads."""
+"""8-bit keys or values and their scales as one tensor, which transformers passes from its cache to flashmoe's attention; nothing else reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashmoe.errors import ArgumentError
 
 
 class ScaledCodes(Tensor):
-    """Keys or values [B, Hkv, S, D] in float8_e4m3fn that looks like one of 16 bits. Every operation on it is an error."""
+    """Keys or values [B, Hkv, S, D] in float8_e4m3fn that looks like a 16-bit tensor. Every operation on it is an error."""
 
     codes: Tensor
     scale: Tensor  # float32 [B, Hkv]
@@ -28,7 +28,7 @@ class ScaledCodes(Tensor):
         return made
 
     def dequantized(self) -> Tensor:
-        """[B, Hkv, S, D] in ``dtype``; exact where the scales are powers of two that it can hold."""
+        """[B, Hkv, S, D] in ``dtype``; exact if the scales are powers of two that it can hold."""
         values: Tensor = (self.codes.float() * self.scale[:, :, None, None]).to(self.dtype)
         return values
 

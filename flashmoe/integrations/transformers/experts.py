@@ -1,4 +1,4 @@
-"""The experts of transformers' models as one ``fused_moe`` call: weights of 16 bits, e4m3 (FP8Experts) and mxfp4 (gpt-oss)."""
+"""The experts of transformers' models as one ``fused_moe`` call: weights in 16 bits, e4m3 (FP8Experts) and mxfp4 (gpt-oss)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashmoe.moe.packed import can_pack, is_packed, pack_mxfp4, unpack_mxfp4
 
 _PROBE_ROWS = 64
 _PROBE_WIDTH = 8
-_BLOCK = 32  # mxfp4 weights of a row with one scale
+_BLOCK = 32  # mxfp4 weights of a row per scale
 _ALPHA, _LIMIT = 1.702, 7.0  # of clamped_swiglu
 _GATED: dict[str, Layout | None] = {"gate_up_proj": "interleaved", "down_proj": None}
 _FP8 = ((128, 128), "dynamic", torch.float8_e4m3fn)  # block_size, activation_scheme and dtype of the weights
@@ -29,7 +29,7 @@ _DEQUANTISED = (
 
 
 def _gates() -> dict[Activation, Callable[[Tensor, Tensor], Tensor]]:
-    """What the activations of fused_moe do to a gate and an up value, as torch operations."""
+    """The activations of fused_moe as torch operations on gate and up values."""
     functional = nn.functional
 
     def clamped(gate: Tensor, up: Tensor) -> Tensor:
@@ -49,9 +49,9 @@ GATES = MappingProxyType(_gates())
 
 
 def recognise_gate(experts: Any) -> Activation:
-    """Which activation of fused_moe the module's own gate is, found by comparing values.
+    """The activation of fused_moe that matches the module's own gate, found by comparing values.
 
-    Raises ArgumentError, with the module's name, for a gate that is none of them.
+    Raises ArgumentError, with the module's name, if none matches.
     """
     if not getattr(experts, "has_gate", True):
         msg = f"{type(experts).__name__} has no gate; fused_moe computes gated experts only; use another experts implementation"
@@ -83,7 +83,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
         fallback.note_fallback("float32 experts have no CUDA kernel")
         slow: Tensor = grouped_mm_experts_forward(experts, hidden_states, top_k_index, top_k_weights)
         return slow
-    activation = _gate_of(experts)  # refuses experts without a gate, which have no gate_up_proj
+    activation = _gate_of(experts)  # rejects experts without a gate, which have no gate_up_proj
     has_bias = getattr(experts, "has_bias", False)
     return _call(
         experts,
@@ -101,7 +101,7 @@ def experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, to
 
 
 def fp8_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """transformers' ``FP8Experts``: weights in e4m3 with a scale for each 128 by 128 of them; activations get theirs in the call."""
+    """transformers' ``FP8Experts``: e4m3 weights with a scale per 128 by 128 block; activations are quantised in the call."""
     activation = _gate_of(experts)
     weights = experts.gate_up_proj
     found = (experts.block_size and tuple(experts.block_size), experts.activation_scheme, weights.dtype)
@@ -119,20 +119,20 @@ def fp8_experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor
         top_k_index,
         top_k_weights,
         activation=activation,
-        w13_scale=experts.gate_up_proj_scale_inv.float(),  # also of float8_e8m0fnu
+        w13_scale=experts.gate_up_proj_scale_inv.float(),  # converts float8_e8m0fnu too
         w2_scale=experts.down_proj_scale_inv.float(),
     )
 
 
 class Mxfp4Experts(nn.Module):
-    """In the place of gpt-oss's experts: an mxfp4 checkpoint's tensors as they are, under the names that they have there.
+    """Replaces gpt-oss's experts: an mxfp4 checkpoint's tensors unchanged, under the checkpoint's names.
 
-    On GPUs of compute capability 9.0 they are repacked in their place (:func:`flashmoe.pack_mxfp4`) when the checkpoint is loaded, or in the
-    first call; bits of results and of a state dict are the same.
+    On GPUs of compute capability 9.0 they are repacked in place (:func:`flashmoe.pack_mxfp4`) when the checkpoint is loaded, or in the
+    first call; the bits of results and of a state dict do not change.
     """
 
     def __init__(self, experts: Any) -> None:
-        """``experts``: the module to replace, of which sizes and gate are read."""
+        """``experts``: the module to replace, whose sizes and gate are read."""
         super().__init__()
         count, hidden, intermediate = experts.num_experts, experts.hidden_size, experts.intermediate_size
         if (experts.alpha, experts.limit) != (_ALPHA, _LIMIT):
@@ -156,7 +156,7 @@ class Mxfp4Experts(nn.Module):
         return is_packed(self.gate_up_proj_blocks)
 
     def pack(self) -> None:
-        """Give the tensors the order that the device's kernels read fastest, or the checkpoint's again where there are none."""
+        """Reorder the tensors for the device's kernels, or back to the checkpoint's order if there are none."""
         wanted = can_pack(self.get_parameter("gate_up_proj_blocks").device, *self._sizes)
         if wanted == self.is_packed:
             return
@@ -197,7 +197,7 @@ class Mxfp4Experts(nn.Module):
 
 
 def _checkpoint_form(packed: Tensor, gated: Layout | None) -> tuple[Tensor, Tensor]:
-    """Blocks [E, N, K / 32, 16] and scales [E, N, K / 32]."""
+    """The checkpoint's blocks [E, N, K / 32, 16] and scales [E, N, K / 32]."""
     codes, scales = unpack_mxfp4(packed, gated=gated)
     return codes.unflatten(-1, (-1, _BLOCK // 2)), scales
 
@@ -224,7 +224,7 @@ def _call(
     instead: str = _OTHER,
     **options: Any,
 ) -> Tensor:
-    """``fused_moe`` in ``dtype``; its errors name the module, and what to do ``instead``."""
+    """``fused_moe`` in ``dtype``; its errors name the module, and ``instead`` says what to do."""
     routing = top_k_weights if top_k_weights.dtype == dtype else top_k_weights.float()
     try:
         out = fused_moe(hidden_states.to(dtype), *weights, routing, top_k_index, **options)

@@ -1,4 +1,4 @@
-"""Decoding by the latents that transformers' DeepSeek layers cache, in place of keys and values made of all of them in every step."""
+"""Decoding on the latents that transformers' DeepSeek layers cache, instead of expanding all of them to keys and values in every step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ ROTARY_DIM = 64
 
 @dataclass(frozen=True)
 class Latents:
-    """What a layer gives its attention as keys, and as values: latents [B, 1, S, 512] and rotary columns [B, 1, S, 64]."""
+    """Passed to the attention in place of keys and of values: latents [B, 1, S, 512] and rotary columns [B, 1, S, 64]."""
 
     layer: Any
     latent: Tensor
     rotary: Tensor
 
     def expand(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of each head, by the layer's own code."""
+        """Keys and values of each head, computed by the layer's own code."""
         expanded: tuple[Tensor, Tensor] = type(self.layer).expand_kv(self.layer, self.latent, self.rotary)
         return expanded
 
     def attend(self, query: Tensor, scale: float, lengths: Tensor | None) -> Tensor:
-        """Of one token [B, H, 1, nope + 64] over the first ``lengths`` [B] keys, or all: [B, 1, H, value dim]."""
+        """Attention of one token [B, H, 1, nope + 64] over the first ``lengths`` [B] keys, or all: [B, 1, H, value dim]."""
         batch, heads, _, width = query.shape
         weight = self.layer.kv_b_proj.weight.unflatten(0, (heads, -1))
         to_keys, to_values = weight[:, : width - ROTARY_DIM], weight[:, width - ROTARY_DIM :]
@@ -42,17 +42,17 @@ class Latents:
 
 
 def decode_by_latents(model: nn.Module) -> int:
-    """Have the layers with multi-head latent attention decode by :func:`flashmoe.mla_decode`; returns how many there are::
+    """Make the layers with multi-head latent attention decode with :func:`flashmoe.mla_decode`; returns their number::
 
         model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=names.attention)
         decode_by_latents(model)
 
-    A step of one token without padding then multiplies its query into the latent space, instead of making keys and values of the whole cache.
+    A step of one token without padding then projects its query into the latent space, instead of expanding the whole cache to keys and values.
     Prompts, steps of several tokens, padded batches, gradients and other attention implementations run as before. For DeepSeek-V2 and V3,
-    GLM-4-MoE-lite and others whose layers have a latent of 512, 64 rotary columns and a method ``expand_kv``, which is set on each layer (``del
-    layer.expand_kv`` undoes it); whether it does what is meant is found by comparing values.
+    GLM-4-MoE-lite and other models whose layers have a latent of 512, 64 rotary columns and a method ``expand_kv``, which is set on each
+    layer (``del layer.expand_kv`` undoes it). Whether the method does what is expected is checked by comparing values.
 
-    Raises ArgumentError where no layer is like that.
+    Raises ArgumentError if the model has no such layer.
     """
     layers: list[Any] = [layer for layer in model.modules() if _is_plain(layer)]
     if not layers:
@@ -67,7 +67,7 @@ def decode_by_latents(model: nn.Module) -> int:
 
 
 class _Expand:
-    """``expand_kv`` of one layer."""
+    """Replaces ``expand_kv`` of one layer."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -85,7 +85,7 @@ class _Expand:
 
 @torch.no_grad()
 def _is_plain(layer: Any) -> bool:
-    """Whether keys are kv_b_proj's first columns of each head beside the rotary ones, and values the others."""
+    """Whether each head's keys are kv_b_proj's first columns followed by the rotary ones, and its values the remaining columns."""
     projection = getattr(layer, "kv_b_proj", None)
     sizes = (getattr(layer, "kv_lora_rank", None), getattr(layer, "qk_rope_head_dim", None))
     if not hasattr(type(layer), "expand_kv") or sizes != (VALUE_DIM, ROTARY_DIM) or type(projection) is not nn.Linear:

@@ -1,7 +1,7 @@
-"""Which models of transformers can take attention by name: those whose layers call its attention interface, with a mask that means the same.
+"""The models of transformers that can take attention by name: their layers call its attention interface, with a mask of the same meaning.
 
-transformers accepts a registered name for every model. One that does not look it up computes as always, under a mask made for another
-function: BLOOM's logits were off by 0.06, MPT's by more than their size, and GPT-J ended in KeyError: 'fmoe'.
+transformers accepts a registered name for every model. A model that does not look the name up runs its own attention with a mask made for
+another function: BLOOM's logits were off by 0.06, MPT's by more than their size, and GPT-J ended in KeyError: 'fmoe'.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from flashmoe.errors import ArgumentError
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 OWN_ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILINE)
-# Of a layer's mask they make another, which they take to be added to the scores.
+# They convert a layer's mask into another, assuming that it is added to the scores.
 CHANGES_ITS_MASK = frozenset({"deepseek_v4"})
 
 
 def obstacle(model: type) -> str | None:
-    """Why this class of models does not take attention by name; None where it does, or has none of its own to replace."""
+    """Why this class of models cannot take attention by name; None if it can, or has no attention of its own to replace."""
     source = _source(model.__module__)
     has_attention, dispatches = OWN_ATTENTION.search(source) is not None, INTERFACE in source
     is_sdpa = bool(getattr(model, "_supports_sdpa", False))
@@ -37,7 +37,7 @@ def obstacle(model: type) -> str | None:
 
 @cache
 def _source(module: str) -> str:
-    """Of a module that is loaded; nothing for one without a file, of which nothing can be said."""
+    """The source of a loaded module; empty if it has no file, and then nothing is known about it."""
     try:
         return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):
@@ -57,9 +57,9 @@ def refuse_others(model: type, name: str) -> None:
 
 
 def check_models(base: Any, names: frozenset[str]) -> None:
-    """Make transformers ask for each of ``names``, when a model is built or its attention is set; a second call changes nothing.
+    """Make transformers check each of ``names`` when a model is built or its attention is set; a second call changes nothing.
 
-    The one thing of transformers that is wrapped: its own question whether a class of models takes a name.
+    This is the only function of transformers that is wrapped: its own check of whether a class of models accepts a name.
     """
     ask = base.get_correct_attn_implementation
     if getattr(ask, "is_flashmoe", False):

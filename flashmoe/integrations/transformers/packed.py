@@ -1,7 +1,7 @@
-"""Checkpoints whose experts have weights of 4 or 8 bits, loaded by transformers' own loader without dequantising the experts.
+"""Checkpoints whose experts have 4-bit or 8-bit weights, loaded by transformers' own loader without dequantising the experts.
 
-transformers chooses a quantizer by the ``quant_method`` of a configuration, and takes foreign ones: those here replace the experts'
-modules before the weights are loaded. Everything else of a model is loaded, or dequantised, as transformers does it.
+transformers chooses a quantizer by the ``quant_method`` of a configuration, and accepts additional ones: those here replace the experts'
+modules before the weights are loaded. Everything else in a model is loaded, or dequantised, by transformers as usual.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations.transformers.experts import Mxfp4Experts
 
-PREFIX = "fmoe_"  # before transformers' own names of the methods
+PREFIX = "fmoe_"  # of our names for transformers' methods
 METHODS = ("fp8", "mxfp4")
 
 
@@ -24,16 +24,16 @@ def packed_config(checkpoint: Any, **options: Any) -> Any:
         config = packed_config("openai/gpt-oss-20b")
         model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", config=config, experts_implementation=names.experts)
 
-    The experts then run as :func:`flashmoe.fused_moe` on such weights: mxfp4 (gpt-oss; repacked once in their place on compute capability
-    9.0, by :func:`flashmoe.pack_mxfp4`), or e4m3 with a scale for each 128 by 128
-    (Qwen3-MoE FP8, DeepSeek-V3). Other layers with weights of 8 bits are dequantised, on GPUs too. Needs :func:`register` before.
+    The experts then run as :func:`flashmoe.fused_moe` on such weights: mxfp4 (gpt-oss; repacked once in place on compute capability
+    9.0, by :func:`flashmoe.pack_mxfp4`), or e4m3 with a scale per 128 by 128 block
+    (Qwen3-MoE FP8, DeepSeek-V3). Other layers with 8-bit weights are dequantised, on GPUs too. Call :func:`register` first.
 
     Args:
-        checkpoint: a name or folder, as of ``from_pretrained``, or a configuration, which is changed and returned.
-        options: of ``AutoConfig.from_pretrained``, such as ``revision``.
+        checkpoint: a name or folder, as for ``from_pretrained``, or a configuration, which is changed and returned.
+        options: for ``AutoConfig.from_pretrained``, such as ``revision``.
 
     Raises:
-        ArgumentError: the checkpoint is not quantised by one of these methods, or this version of transformers cannot load it so.
+        ArgumentError: the checkpoint is not quantised by one of these methods, or this version of transformers cannot load it this way.
     """
     from transformers import AutoConfig
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -62,14 +62,14 @@ def packed_config(checkpoint: Any, **options: Any) -> Any:
 
 
 def register_quantizers() -> None:
-    """Make the methods of this module known to transformers; a second call changes nothing."""
+    """Register this module's quantisation methods with transformers; a second call changes nothing."""
     from transformers.quantizers import auto
     from transformers.quantizers.base import HfQuantizer
 
     made = {"mxfp4": _mxfp4}
     if hasattr(
         HfQuantizer, "get_load_operations"
-    ):  # before, a quantizer could not say how else what is no expert's is loaded
+    ):  # older versions let a quantizer say nothing about how weights other than the experts' are loaded
         made["fp8"] = _fp8
     for method, make in made.items():
         if PREFIX + method not in auto.AUTO_QUANTIZER_MAPPING:
@@ -88,7 +88,10 @@ def _mxfp4() -> tuple[type, type]:
             self.quant_method: Any = PREFIX + "mxfp4"
 
         def to_dict(self) -> dict[str, Any]:
-            return {**super().to_dict(), "quant_method": "mxfp4"}  # what is saved is again such a checkpoint
+            return {
+                **super().to_dict(),
+                "quant_method": "mxfp4",
+            }  # so that the saved checkpoint is an ordinary mxfp4 one
 
     class PackedMxfp4Quantizer(HfQuantizer):
         requires_calibration = False
@@ -128,7 +131,7 @@ def _fp8() -> tuple[type, type]:
             return False  # some weights are dequantised
 
         def validate_environment(self, *_: Any, **__: Any) -> None:
-            """Any device will do."""
+            """Accepts any device."""
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> None:
             others = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

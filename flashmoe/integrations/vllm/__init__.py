@@ -1,7 +1,7 @@
-"""flashmoe in vLLM, by its plug-ins: ``vllm serve MODEL --attention-backend CUSTOM``. Experimental: docs/integrations.md says what ran.
+"""flashmoe as a vLLM plug-in: ``vllm serve MODEL --attention-backend CUSTOM``. Experimental: docs/integrations.md says what was run.
 
-vLLM calls :func:`register` in each of its processes, by the entry point group ``vllm.general_plugins``. Nothing changes for who does not ask:
-attention is used where ``CUSTOM`` (from 0.33 on also ``FLASHMOE``) is chosen, experts where FLASHMOE_VLLM_EXPERTS is 1.
+vLLM calls :func:`register` in each of its processes, through the entry point group ``vllm.general_plugins``. Nothing changes by default:
+attention is used if ``CUSTOM`` (from 0.33 on also ``FLASHMOE``) is chosen, experts if FLASHMOE_VLLM_EXPERTS is 1.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ EXPERTS_VARIABLE = "FLASHMOE_VLLM_EXPERTS"
 
 
 def register() -> None:
-    """Make flashmoe known to vLLM as an attention backend, and as its experts where they are asked for; a second call changes nothing.
+    """Make flashmoe known to vLLM as an attention backend, and for its experts if requested; a second call changes nothing.
 
-    Raises ArgumentError where vLLM cannot be imported. Touches no GPU.
+    Raises ArgumentError if vLLM cannot be imported. Does not use the GPU.
     """
     try:
         from vllm.v1.attention import selector

@@ -1,9 +1,9 @@
 """Attention of vLLM's engine (v1) over its paged cache, written into vLLM's own tensor.
 
-vLLM hands a layer its cache as [blocks, kv heads, block_size, 2 head_size], keys before values in the last dimension, in whichever order of
-memory it likes: keys and values are read as views. The requests with one query are decoded by themselves, as
-:func:`flashmoe.attention_with_kvcache` does it: in one call with prompts each would take a tile of 64 rows or more. The rest is one call as
-:func:`flashmoe.attention_varlen` makes it.
+vLLM passes a layer its cache as [blocks, kv heads, block_size, 2 head_size], keys before values in the last dimension, in any order of
+memory: keys and values are read as views. Requests with one query are decoded in a separate call, like
+:func:`flashmoe.attention_with_kvcache`: in one call with prompts each would take a tile of 64 rows or more. The rest is one call like
+:func:`flashmoe.attention_varlen`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks before it builds a model."""
+    """What vLLM queries before it builds a model."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CACHES, *FP8_CACHES]
@@ -45,7 +45,7 @@ class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        return "CUSTOM"  # a member of vLLM's enumeration: it looks backends up by this
+        return "CUSTOM"  # a member of vLLM's enumeration, which looks backends up by this name
 
     @staticmethod
     def get_impl_cls() -> type[FlashmoeImpl]:
@@ -59,7 +59,7 @@ class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Asked for up to 0.28; later versions have this shape for every backend."""
+        """Called up to 0.28; later versions have this shape for every backend."""
         return (num_blocks, num_kv_heads, block_size, 2 * head_size)
 
     @staticmethod
@@ -84,7 +84,7 @@ class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False  # never tried
+        return False  # untested
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -96,7 +96,7 @@ class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **configuration: Any) -> list[str]:
-        """vLLM's reasons, and what it does not ask for by itself."""
+        """vLLM's reasons, and those that vLLM does not check itself."""
         reasons: list[str] = super().validate_configuration(*arguments, **configuration)
         dtype, cache = configuration.get("dtype"), configuration.get("kv_cache_dtype")
         capability = tuple(configuration.get("device_capability") or ())
@@ -126,19 +126,19 @@ def _dotted(capability: tuple[int, ...]) -> str:
 
 
 class Span(NamedTuple):
-    """Requests that one call computes: tokens ``first`` to ``end`` of the batch."""
+    """The requests of one call: tokens ``first`` to ``end`` of the batch."""
 
     first: int
     end: int
     max_query_len: int
-    starts: Tensor | None  # int32 [requests + 1], from 0 on; None: each has one query
+    starts: Tensor | None  # int32 [requests + 1], starting at 0; None: each request has one query
     lengths: Tensor  # int32 [requests]
     table: Tensor  # int32 [requests, blocks]
 
 
 @dataclass
 class FlashmoeMetadata(AttentionMetadata):  # type: ignore[misc]
-    """One batch, under the names of vLLM's own backends: its speculators look some of them up."""
+    """One batch, with the field names of vLLM's own backends: its speculators read some of them."""
 
     num_actual_tokens: int
     max_query_len: int
@@ -152,7 +152,7 @@ class FlashmoeMetadata(AttentionMetadata):  # type: ignore[misc]
     spans: tuple[Span, ...] = ()
 
     def __post_init__(self) -> None:
-        """In each step once, for all layers."""
+        """Builds the spans once per step, for all layers."""
         decodes, requests = self.num_decodes, self.seq_lens.shape[0]
         self.spans = ()
         if decodes > 0:
@@ -164,7 +164,7 @@ class FlashmoeMetadata(AttentionMetadata):  # type: ignore[misc]
 
 
 def count_decodes(common: Any) -> int:
-    """How many requests, from the first on, have one query each; vLLM puts them in front (reorder_batch_threshold)."""
+    """The number of leading requests with one query each; vLLM puts them first (reorder_batch_threshold)."""
     if common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs:
         return int(common.num_reqs)
     starts = common.query_start_loc_cpu.tolist()
@@ -173,10 +173,11 @@ def count_decodes(common: Any) -> int:
 
 
 class FlashmoeMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """Divides a batch into the requests that are decoded and the others, by what the host knows; the GPU is not waited for.
+    """Splits a batch into requests to decode and the others, using only what the host knows, without waiting for the GPU.
 
     A captured call may be replayed with other lengths up to its maxima. vLLM captures mixed batches with a maximum of one query token and
-    replays them with more: so graphs are for batches of one query length, decoding and speculative decoding; vLLM captures the rest in parts.
+    replays them with more, so full graphs are only for batches of one query length (decoding, speculative decoding); vLLM captures the
+    rest piecewise.
     """
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
@@ -254,16 +255,16 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """query [T, H, D] and output [T, H, D], of which the first num_actual_tokens rows are real; the others are left as they are.
+        """query [T, H, D] and output [T, H, D], of which the first num_actual_tokens rows are real; the others are unchanged.
 
-        The new keys are in kv_cache already, except of encoders, which have no cache.
+        The new keys are already in kv_cache, except for encoders, which have no cache.
         """
         if output_scale is not None or output_block_scale is not None:
             msg = (
                 "the output cannot be quantised by flashmoe's attention; leave attention's fusion with quantisation off"
             )
             raise NotImplementedError(msg)
-        if attn_metadata is None:  # vLLM measures memory
+        if attn_metadata is None:  # vLLM is profiling memory
             return output.fill_(0)
         out = output.view(query.shape) if output.dim() == 2 else output
         if self.attn_type == AttentionType.ENCODER_ONLY:
@@ -320,9 +321,9 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Row t of key and value [T, kv heads, D] goes to slot slot_mapping[t], none where that is -1; rows past its length are padding.
+        """Write row t of key and value [T, kv heads, D] to slot slot_mapping[t], or nowhere if that is -1; rows past its length are padding.
 
-        On a GPU by vLLM's own operator, which needs no transfer to the host; elsewhere by torch.
+        On a GPU with vLLM's own operator, which needs no transfer to the host; elsewhere with torch.
         """
         if self.attn_type == AttentionType.ENCODER_ONLY:
             return
@@ -346,7 +347,7 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
 
 
 def _scale(scale: Tensor) -> Tensor:
-    """[] or [kv heads]: vLLM has both, and a tensor of one element for the first."""
+    """As [] or [kv heads]: vLLM passes either, and a tensor of one element for the first."""
     return scale.reshape(()) if scale.numel() == 1 else scale
 
 

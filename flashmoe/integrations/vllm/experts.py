@@ -1,6 +1,6 @@
-"""vLLM's experts in 16 bits by ``flashmoe.fused_moe``, between its own prepare and finalise steps (data and expert parallel included).
+"""vLLM's 16-bit experts on ``flashmoe.fused_moe``, between vLLM's own prepare and finalise steps (data and expert parallel included).
 
-Experimental. FLASHMOE_VLLM_EXPERTS=1 asks for it.
+Experimental. Enabled by FLASHMOE_VLLM_EXPERTS=1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashmoe.integrations.vllm.selection import tell
 from flashmoe.moe.api import fused_moe
 from flashmoe.moe.options import Activation, Layout
 
-# vLLM's name: (ours, how gate and up lie in w13)
+# vLLM's name: (flashmoe's name, the order of gate and up in w13)
 ACTIVATIONS: dict[Any, tuple[Activation, Layout]] = {
     MoEActivation.SILU: ("swiglu", "concat"),
     MoEActivation.GELU: ("geglu", "concat"),
@@ -36,9 +36,9 @@ MAX_EXPERTS, MAX_TOP_K = 1024, 32
 
 
 class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
-    """w13 [E, 2I, H] and w2 [E, H, I], as vLLM's Triton kernels take them."""
+    """w13 [E, 2I, H] and w2 [E, H, I], in the layout of vLLM's Triton kernels."""
 
-    multiple: ClassVar[int] = 8  # of H and I
+    multiple: ClassVar[int] = 8  # H and I must be multiples of this
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
@@ -90,7 +90,7 @@ class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         expert_tokens_meta: Any,
         activation: Any,
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        return (0,), (0,), (M, K)  # fused_moe has its own
+        return (0,), (0,), (M, K)  # fused_moe allocates its own workspaces
 
     def apply(
         self,
@@ -110,7 +110,7 @@ class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """output [T, H] becomes the weighted sum over each token's experts; the weights are in hidden_states already where they go there."""
+        """Writes to output [T, H] the weighted sum over each token's experts; weights that apply to inputs are already in hidden_states."""
         if getattr(self, "post_gemm2_hook", None) is not None:
             msg = "post_gemm2_hook wants rows before they are weighted; fused_moe has none: unset FLASHMOE_VLLM_EXPERTS"
             raise ArgumentError(msg)
@@ -132,12 +132,12 @@ class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
             )
 
     def scales(self, x_scale: Tensor | None) -> dict[str, Any]:
-        """What fused_moe takes beside weights of fewer than 16 bits."""
+        """The scale arguments of fused_moe, for weights of fewer than 16 bits."""
         return {}
 
 
 def gate_obstacle(activation: Any, quant_config: Any) -> str | None:
-    """Why the gate is none of fused_moe's: numbers of it that vLLM takes from the model."""
+    """Why the gate is not one of fused_moe's: compares the constants that vLLM takes from the model."""
     for name, expected in CLAMPED.items():
         found = getattr(quant_config, name, None)
         wanted = expected if activation is MoEActivation.SWIGLUOAI else None
@@ -149,7 +149,7 @@ def gate_obstacle(activation: Any, quant_config: Any) -> str | None:
 def obstacle(
     moe: Any, experts: type[FlashmoeExperts] = FlashmoeExperts, weight_key: Any = None, activation_key: Any = None
 ) -> str | None:
-    """Why fused_moe cannot compute these experts; None where it can."""
+    """Why fused_moe cannot compute these experts; None if it can."""
     if current_platform.is_cpu() and "is_monolithic" in vars(UnquantizedFusedMoEMethod):  # up to 0.28 at the most
         return "this vLLM's experts on a CPU are one with their router"
     is_supported, reason = experts.is_supported_config(
@@ -177,7 +177,7 @@ class _Gate:
 
 
 class FlashmoeExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
-    """vLLM's own method with our experts in its kernel."""
+    """vLLM's own method with flashmoe's experts as its kernel."""
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
@@ -186,7 +186,7 @@ class FlashmoeExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
 
 
 def admits(reason: str | None, what: str = "experts") -> bool:
-    """Whether nothing stands against flashmoe; tells the reason otherwise, or refuses by it."""
+    """Whether there is no reason against flashmoe; otherwise warns with the reason, or raises with it."""
     if reason is not None and fallback_policy() == "error":
         msg = f"vLLM's {what} would not run on flashmoe: {reason}; unset FLASHMOE_VLLM_EXPERTS or FLASHMOE_FALLBACK"
         raise ArgumentError(msg)
@@ -196,6 +196,6 @@ def admits(reason: str | None, what: str = "experts") -> bool:
 
 
 def register_experts() -> None:
-    """Put the method in the place of vLLM's; a second call changes nothing."""
+    """Replace vLLM's method; a second call changes nothing."""
     if UnquantizedFusedMoEMethod.__name__ not in op_registry_oot:
         UnquantizedFusedMoEMethod.register_oot(FlashmoeExpertsMethod)

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) of vLLM's engine: decoding by ``flashmoe.mla_decode``, prompts by ragged attention; the cache's new keys by vLLM's own.
+"""Latent attention (MLA) of vLLM's engine: ``flashmoe.mla_decode`` decodes, ragged attention runs prompts, vLLM itself appends new keys.
 
 Experimental. The cache is vLLM's 16-bit one, [blocks, block_size, 576]: the latent (512), then its rotary part (64).
 """
@@ -29,7 +29,7 @@ CAPABILITY = (8, 0)
 
 
 class FlashmoeMLABackend(MLACommonBackend):  # type: ignore[misc]
-    """What vLLM asks before it builds a model."""
+    """What vLLM queries before it builds a model."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CACHES]
@@ -56,33 +56,35 @@ class FlashmoeMLABackend(MLACommonBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        return False  # where a prompt's context is divided into chunks depends on the batch
+        return False  # where a prompt's context is split into chunks depends on the batch
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
-        return False  # never tried
+        return False  # untested
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability is not None and tuple(capability) >= CAPABILITY  # a CPU has none, and vLLM no MLA there
+        return (
+            capability is not None and tuple(capability) >= CAPABILITY
+        )  # a CPU has no capability, and vLLM no MLA there
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **configuration: Any) -> list[str]:
-        """vLLM's reasons, and what it does not ask for by itself."""
+        """vLLM's reasons, and those that vLLM does not check itself."""
         reasons: list[str] = super().validate_configuration(*arguments, **configuration)
         obstacle = cache_obstacle(configuration.get("kv_cache_dtype"), configuration.get("dtype"))
         return [*reasons, *([obstacle] if obstacle else [])]
 
 
 def heads_obstacle(num_heads: int | None) -> str | None:
-    """vLLM tells the number of heads to whoever chooses a backend, not to the backend."""
+    """Why this number of heads is not supported. vLLM passes it to the function that chooses a backend, not to the backend."""
     if num_heads is not None and num_heads > MAX_HEADS:
         return f"{num_heads} heads of latent attention; at most {MAX_HEADS}"
     return None
 
 
 class FlashmoeMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
-    """Prompts, whose keys and values vLLM makes of the latents: the new tokens among themselves, then with each chunk of what is cached.
+    """Prompts, for which vLLM expands the latents to keys and values: the new tokens among themselves, then with each chunk of the cache.
 
     q and k [T, H, D], v [T, H, Dv], D and Dv at most 256; results [T, H, Dv], their log-sum-exp float32 [H, T].
     """
@@ -100,7 +102,7 @@ class FlashmoeMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """vLLM gives ``out`` and ``output_scale`` only to who says that it writes quantised results."""
+        """vLLM passes ``out`` and ``output_scale`` only to backends that declare that they write quantised results."""
         given = self._prefill_metadata
         starts, longest = given.query_start_loc, given.max_query_len
         return attention_varlen(
@@ -108,7 +110,7 @@ class FlashmoeMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
         )
 
     def run_prefill_context_chunk(self, **given: Any) -> tuple[Tensor, Tensor]:
-        """Called by keywords: q, k, v and ``chunk_idx``, of 0.24's tensors of all chunks, or ``chunk``."""
+        """Called with keywords: q, k, v and ``chunk_idx``, an index into 0.24's tensors of all chunks, or ``chunk``."""
         chunk, whole = given.get("chunk"), self._prefill_metadata
         if chunk is None:
             at, context = given["chunk_idx"], whole.chunked_context
@@ -122,7 +124,7 @@ class FlashmoeMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
 
 
 def prompts_of(layer: Any, vllm_config: Any) -> Any:
-    """Ours for a layer in place of what vLLM chose for its prompts, unless a name was given or a head is too wide."""
+    """flashmoe's backend instead of the one that vLLM chose for a layer's prompts, unless one was named or a head is too wide."""
     named = vllm_config.attention_config.mla_prefill_backend is not None
     if named or max(layer.qk_nope_head_dim + layer.qk_rope_head_dim, layer.v_head_dim) > MAX_PROMPT_HEAD_SIZE:
         return layer
@@ -131,7 +133,7 @@ def prompts_of(layer: Any, vllm_config: Any) -> Any:
 
 
 class FlashmoeMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc]
-    """vLLM's own: requests of one query length first, to be decoded; prompts behind them."""
+    """vLLM's own: requests of one query length come first and are decoded; prompts follow."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[Any] = QueryLenSupport.UNIFORM
@@ -143,7 +145,7 @@ class FlashmoeMLAMetadataBuilder(MLACommonMetadataBuilder):  # type: ignore[misc
 
 
 class FlashmoeMLAImpl(MLACommonImpl):  # type: ignore[misc]
-    """Decoding over the latents; what is not decoding is the base class's, with the builder's prompts."""
+    """Decoding on the latents; everything else is the base class's, with the builder's prompt backend."""
 
     def __init__(
         self,
@@ -159,7 +161,7 @@ class FlashmoeMLAImpl(MLACommonImpl):  # type: ignore[misc]
         kv_sharing_target_layer_name: str | None,
         **latent: Any,
     ) -> None:
-        """Raises ArgumentError for what latent attention lacks."""
+        """Raises ArgumentError for options that latent attention lacks."""
         given: dict[str, Any] = {
             "alibi_slopes": alibi_slopes,
             "sliding_window": sliding_window,
@@ -178,7 +180,7 @@ class FlashmoeMLAImpl(MLACommonImpl):  # type: ignore[misc]
     def forward_mqa(
         self, q: Tensor | tuple[Tensor, Tensor], kv_c_and_k_pe_cache: Tensor, attn_metadata: Any, layer: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Absorbed queries [T, H, 576], as many of each request, or their two parts; returns [T, H, 512].
+        """Absorbed queries [T, H, 576], the same number for each request, or their two parts as a tuple; returns [T, H, 512].
 
         Requests that pad a batch for a CUDA graph have length 0, and their result is 0.
         """

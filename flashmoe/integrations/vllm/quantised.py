@@ -1,8 +1,8 @@
-"""vLLM's experts with fp8 (128 by 128 blocks) and mxfp4 weights by ``flashmoe.fused_moe``. Experimental.
+"""vLLM's experts with fp8 (128 by 128 blocks) and mxfp4 weights on ``flashmoe.fused_moe``. Experimental.
 
-vLLM has no registry for these: its quantisation methods ask one function each for a backend and a class, and that name is wrapped in
-the methods' module. The backend tells what becomes of the loaded weights; the ones given here leave them alone, but for gpt-oss's, which
-are packed (``flashmoe.pack_mxfp4``) where the GPU has the kernels.
+vLLM has no registry for these: each of its quantisation methods calls one function that returns a backend and a class, and that function
+is wrapped in the method's module. The backend decides how vLLM converts the loaded weights; those returned here leave them unchanged,
+except for gpt-oss's weights, which are packed (``flashmoe.pack_mxfp4``) if the GPU has the kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MXFP4_CAPABILITY = (8, 0)
 
 
 class FlashmoeFp8Experts(FlashmoeExperts):
-    """e4m3 weights with a float32 scale for each block; vLLM quantises x, one scale for each 128 of a row."""
+    """e4m3 weights with a float32 scale per block; vLLM quantises x, with one scale per 128 values of a row."""
 
     multiple = scaled.BLOCK
 
@@ -59,7 +59,7 @@ class FlashmoeFp8Experts(FlashmoeExperts):
 
 
 class FlashmoeMxfp4Experts(FlashmoeExperts):
-    """The checkpoint's codes, two in a byte, and a byte's scale for each 32, or both packed for the GPU; x stays bfloat16."""
+    """The checkpoint's codes, two per byte, and a one-byte scale per 32 values, or both packed for the GPU; x stays bfloat16."""
 
     multiple = 32
 
@@ -91,18 +91,18 @@ class FlashmoeMxfp4Experts(FlashmoeExperts):
 
 
 def _as_rows(packed: Tensor) -> Tensor:
-    """[E, N, bytes of a row]: vLLM reads E and N of the weights' three dimensions."""
+    """[E, N, bytes per row]: vLLM reads E and N from the weights' three dimensions."""
     experts, tiles = packed.shape[:2]
     return packed.view(experts, tiles * SIDE, -1)
 
 
 def _blocks(rows: Tensor) -> Tensor:
-    """The packed weights of which ``_as_rows`` made ``rows``."""
+    """The packed weights that ``_as_rows`` turned into ``rows``."""
     return rows.view(rows.shape[0], rows.shape[1] // SIDE, -1, BLOCK_BYTES)
 
 
 def _pack_gpt_oss(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's conversion of the loaded weights; of the backend that has none they are packed where the GPU has the kernels."""
+    """vLLM's conversion of the loaded weights; for the backend without a conversion they are packed if the GPU has the kernels."""
 
     def converted(*arguments: Any, **given: Any) -> Any:
         w13, w2, w13_scale, w2_scale, *biases = theirs(*arguments, **given)
@@ -136,14 +136,14 @@ def _choose_mxfp4(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(config: Any, activation_key: Any = None) -> Any:
         reason = obstacle(config, FlashmoeMxfp4Experts, kMxfp4Static, activation_key)
         if config.moe_backend == "auto" and admits(reason, "mxfp4 experts"):
-            return Mxfp4MoeBackend.XPU, FlashmoeMxfp4Experts  # the backend that takes the weights as they were loaded
+            return Mxfp4MoeBackend.XPU, FlashmoeMxfp4Experts  # the backend that leaves the loaded weights unchanged
         return theirs(config, activation_key)
 
     return chosen
 
 
 def register_quantised() -> None:
-    """Wrap the two choices, and the conversion of gpt-oss's weights where this vLLM has it; a second call changes nothing."""
+    """Wrap both choices, and the conversion of gpt-oss's weights if this vLLM has it; a second call changes nothing."""
     for module, name, choice in (
         (fp8, "select_fp8_moe_backend", _choose_fp8),
         (mxfp4, "select_mxfp4_moe_backend", _choose_mxfp4),

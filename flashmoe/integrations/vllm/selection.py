@@ -1,4 +1,4 @@
-"""Which layers of a model flashmoe computes: the others go to vLLM's own choice, told once for each reason."""
+"""Chooses the layers that flashmoe computes; the others go to vLLM's own choice, with one warning per reason."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _told: set[str] = set()
 
 
 def fall_back(selector: Any) -> None:
-    """Wrap the function by which vLLM chooses a layer's backend; a second call changes nothing.
+    """Wrap the function that chooses a layer's backend in vLLM; a second call changes nothing.
 
-    A layer that was to run on flashmoe and cannot is chosen for as if no backend had been named. With FLASHMOE_FALLBACK=error
-    such a model is refused at start, by vLLM's own choice where it asks the backend, otherwise here, with the same reasons.
+    If a layer cannot run on flashmoe, its backend is chosen as if none had been named. With FLASHMOE_FALLBACK=error
+    such a model is rejected at start, by vLLM's own choice if it asks the backend, otherwise here, with the same reasons.
     """
     choose = selector._cached_get_attn_backend
     if getattr(choose, "is_flashmoe", False):
@@ -33,7 +33,7 @@ def fall_back(selector: Any) -> None:
                 backend = None
             elif (
                 current_platform.is_cpu() or ours is not FlashmoeBackend
-            ):  # vLLM asks nobody on a CPU, and knows one class by the name
+            ):  # on a CPU vLLM does not ask the backend, and it knows only one class by the name
                 if reasons:
                     msg = f"{backend} cannot compute this model: {'; '.join(reasons)}; leave the backend out"
                     raise ArgumentError(msg)
@@ -47,7 +47,7 @@ def fall_back(selector: Any) -> None:
 
 
 def _ours(config: Any, num_heads: int | None, capability: Any) -> tuple[Any, list[str]]:
-    """The class for a layer, and what stands against it."""
+    """flashmoe's class for a layer, and the reasons why it cannot be used."""
     from flashmoe.integrations.vllm.attention import FlashmoeBackend
 
     ours: Any = FlashmoeBackend
@@ -65,7 +65,7 @@ def _path(backend: type) -> str:
 
 
 def tell(what: str, reasons: str) -> None:
-    """One warning for each reason in a process."""
+    """Warns once per process for each text."""
     text = f"vLLM computes this model's {what}, not flashmoe: {reasons}; {FALLBACK_VARIABLE}=error refuses"
     if text not in _told:
         _told.add(text)
