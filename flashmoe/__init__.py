@@ -66,6 +66,7 @@ _LAZY = {
     "quantize_weights": "flashmoe.moe.api",
     "topk_route": "flashmoe.moe.api",
 }
+_MODULES = ("compat", "distributed", "errors", "integrations")  # found as attributes, too, without an import of their own
 
 __all__ = [
     "MLA",
@@ -97,6 +98,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"flashmoe.{name}")
     if name not in _LAZY:
         msg = f"module 'flashmoe' has no attribute {name!r}; it has {', '.join(sorted(__all__))}"
         if name.startswith("flash_attn"):

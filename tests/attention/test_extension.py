@@ -54,6 +54,12 @@ def test_import_needs_neither_torch_nor_the_extension() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("module", ["compat", "distributed", "errors", "integrations"])
+def test_public_modules_are_attributes_before_anything_has_imported_them(module: str) -> None:
+    done = run_python("-c", f"import flashmoe; print(flashmoe.{module}.__name__)")
+    assert done.stdout.strip() == f"flashmoe.{module}", done.stderr
+
+
 def test_unknown_attribute_names_what_there_is() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'atention'; it has .*attention"):
         _ = flashmoe.atention
