@@ -61,10 +61,9 @@ def scores_table(root: Path) -> Table:
 
 def backward_scores_table(root: Path) -> Table:
     """The same for the backward pass, with softcaps."""
-    sides = {"flashmoe-plain": "without", FLEX: "FlexAttention", EFFICIENT: "efficient"}
-    return _scores(
-        [(problem, cell) for problem, cell in _serving(root, "masks-train") if problem != problem.plain], sides
-    )
+    sides = {"flashmoe-plain": "without", FLEX: "FlexAttention", EFFICIENT: "efficient", CUDNN: "cuDNN"}
+    cells = [(problem, cell) for problem, cell in _serving(root, "masks-train") if problem != problem.plain]
+    return _scores(cells, sides)
 
 
 def learned_table(root: Path) -> Table:
