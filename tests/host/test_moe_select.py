@@ -66,12 +66,12 @@ extern "C" int choose_product(int capability, const char* forced, int is_bf16, i
                               long long experts, long long n, long long k, char* answer, int length) {
   return answer_with(answer, length, [&]() -> const host::Kernel& {
     return moe::select_product({request(capability, forced, is_bf16), static_cast<moe::Product>(product),
-                                static_cast<moe::Memory>(memory), slots, experts, n, k});
+                                static_cast<moe::WeightLayout>(memory), slots, experts, n, k});
   });
 }
 extern "C" int choose_step(int capability, const char* forced, int is_bf16, int step, char* answer, int length) {
   return answer_with(answer, length, [&]() -> const host::Kernel& {
-    return moe::select_step(request(capability, forced, is_bf16), static_cast<moe::Step>(step));
+    return moe::select_op(request(capability, forced, is_bf16), static_cast<moe::Op>(step));
   });
 }
 """

@@ -74,11 +74,11 @@ def test_every_pair_agrees_on_a_sum_in_segments() -> None:
     assert not torch.equal(expected(4), expected(1))
 
 
-LOADS = """load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k, slabs);
-        load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);"""
-MULTIPLY = """mainloop.multiply(sums, blocks_of(piece.first), own.rows);
+LOADS = """load_rows<Spec>(smem.a(state.stage), *a_map, full, tile, k, slabs);
+        load_weights<Spec, kWeights>(smem.b(state.stage), b_map, full, tile, k);"""
+MULTIPLY = """mainloop.multiply(accum, blocks_of(work.first_segment), wg_tile.rows);
     if constexpr (Spec::kHasSegments) {
-      for (int segment = piece.first + 1;"""
+      for (int segment = work.first_segment + 1;"""
 KERNEL = "linear/sm90/linear.cuh"
 # (what, file, text, its replacement, kernel, problem): each leaves results as exact as they were.
 PLANTED = [
@@ -126,23 +126,25 @@ PLANTED = [
         "segments of a block: one chain over all of them",
         KERNEL,
         MULTIPLY,
-        MULTIPLY.replace("blocks_of(piece.first)", "pieces.start(piece.end)").replace("piece.first + 1", "piece.end"),
+        MULTIPLY.replace("blocks_of(work.first_segment)", "scheduler.start(work.end_segment)").replace(
+            "work.first_segment + 1", "work.end_segment"
+        ),
         SMALL,
         ONE_BLOCK,
     ),
     (
         "segments of several blocks: added from the last to the first",
         KERNEL,
-        "own_gmem + segment * kSegmentSums + i * 128",
-        "own_gmem + (params.segments - 1 - segment) * kSegmentSums + i * 128",
+        "partials_gmem + segment * kSegmentSums + i * 128",
+        "partials_gmem + (params.segments - 1 - segment) * kSegmentSums + i * 128",
         SMALL,
         BLOCKS,
     ),
     (
         "segments of several blocks: added by twos",
         KERNEL,
-        "own_gmem + segment * kSegmentSums + i * 128",
-        "own_gmem + (segment ^ 2) * kSegmentSums + i * 128",
+        "partials_gmem + segment * kSegmentSums + i * 128",
+        "partials_gmem + (segment ^ 2) * kSegmentSums + i * 128",
         SMALL,
         BLOCKS,
     ),

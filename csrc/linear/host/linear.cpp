@@ -41,7 +41,7 @@ constexpr int64_t kChoose = -1;
 
 bool is_operation(const Kernel& kernel, const char* name) { return std::strcmp(kernel.operation, name) == 0; }
 
-bool is_own(const Kernel& kernel) { return is_operation(kernel, "linear_nk"); }
+bool is_linear_nk(const Kernel& kernel) { return is_operation(kernel, "linear_nk"); }
 
 // A way to compute the product. is_divided: each segment of a tile's sum over k has its own block.
 struct Tile {
@@ -56,20 +56,20 @@ int64_t segments_of(int64_t n, int64_t k) { return n <= 2048 && k >= 4096 ? kSeg
 
 // Every tile that can compute the product on this GPU, whether or not it is ever chosen; for a sum in segments, the
 // tiles that support them.
-const Tiles& tiles_for(const host::KernelRequest& request, moe::Memory memory, bool has_segments) {
-  constexpr int32_t kMostColumns = 160;  // of linear/sm90/linear.cuh
-  thread_local std::map<std::tuple<int32_t, host::Dtype, moe::Memory, bool>, Tiles> remembered;
+const Tiles& tiles_for(const host::KernelRequest& request, moe::WeightLayout layout, bool has_segments) {
+  constexpr int32_t kMaxColumns = 160;  // of linear/sm90/linear.cuh
+  thread_local std::map<std::tuple<int32_t, host::Dtype, moe::WeightLayout, bool>, Tiles> remembered;
   const auto [found, is_new] =
-      remembered.try_emplace(std::tuple(request.capability, request.dtype, memory, has_segments));
+      remembered.try_emplace(std::tuple(request.capability, request.dtype, layout, has_segments));
   if (!is_new) return found->second;
   for (const Kernel* kernel : host::loadable_kernels(request.capability)) {
-    if (kernel->dtype != request.dtype || kernel->axes[0] != static_cast<int32_t>(memory)) continue;
+    if (kernel->dtype != request.dtype || kernel->axes[0] != static_cast<int32_t>(layout)) continue;
     if (has_segments) {
-      if (!is_own(*kernel) || kernel->block_n > kMostColumns) continue;
+      if (!is_linear_nk(*kernel) || kernel->block_n > kMaxColumns) continue;
       found->second.push_back({kernel, true});
       found->second.push_back({kernel, false});
     } else if (is_operation(*kernel, "grouped_gemm") || is_operation(*kernel, "grouped_gemm_few_rows") ||
-               is_operation(*kernel, "linear") || is_own(*kernel) || is_operation(*kernel, "linear_few_rows")) {
+               is_operation(*kernel, "linear") || is_linear_nk(*kernel) || is_operation(*kernel, "linear_few_rows")) {
       found->second.push_back({kernel, false});
     }
   }
@@ -78,18 +78,18 @@ const Tiles& tiles_for(const host::KernelRequest& request, moe::Memory memory, b
 
 struct Problem {
   const host::KernelRequest& request;
-  moe::Memory memory;
+  moe::WeightLayout layout;
   int64_t rows, n, k;
   int64_t segments;  // 1: the sum is not divided
 
   int64_t tiles(const Kernel& kernel) const { return ceil_div(rows, kernel.block_m) * ceil_div(n, kernel.block_n); }
-  const Tiles& all_tiles() const { return tiles_for(request, memory, segments > 1); }
+  const Tiles& all_tiles() const { return tiles_for(request, layout, segments > 1); }
 };
 
 // Sums over weights [n, k] on a GPU with wgmma are divided, whichever tile computes them; with another forced family,
 // and on other GPUs, they are not.
-Problem problem_of(const host::KernelRequest& request, moe::Memory memory, int64_t rows, int64_t n, int64_t k) {
-  Problem problem{request, memory, rows, n, k, segments_of(n, k)};
+Problem problem_of(const host::KernelRequest& request, moe::WeightLayout layout, int64_t rows, int64_t n, int64_t k) {
+  Problem problem{request, layout, rows, n, k, segments_of(n, k)};
   const bool is_other = request.forced_family != nullptr && std::strcmp(request.forced_family, "sm90") != 0;
   if (is_other || problem.all_tiles().empty()) problem.segments = 1;
   return problem;
@@ -129,7 +129,7 @@ const Tile* one_wave(const Problem& problem, const Tiles& tiles) {
   const Tile* best = nullptr;
   for (const Tile& tile : tiles) {
     const Kernel& kernel = *tile.kernel;
-    const bool is_like = is_own(kernel) && kernel.block_m == 64 && tile.is_divided == (problem.segments > 1);
+    const bool is_like = is_linear_nk(kernel) && kernel.block_m == 64 && tile.is_divided == (problem.segments > 1);
     if (is_like && is_one_wave(problem, tile) && (best == nullptr || kernel.block_n < best->kernel->block_n)) {
       best = &tile;
     }
@@ -141,21 +141,21 @@ Tile choose(const Problem& problem) {
   const int64_t rows = problem.rows, n = problem.n;
   Tiles wide;
   const Tile* few = nullptr;
-  bool has_own = false;
+  bool has_linear = false;
   // With many columns mma.sync is slower than the kernels that load by TMA.
   const bool is_narrow = n < 128 * static_cast<int64_t>(problem.request.num_multiprocessors);
   if (problem.request.forced_family == nullptr || problem.segments > 1) {
     for (const Tile& tile : problem.all_tiles()) {
       const Kernel& kernel = *tile.kernel;
-      has_own = has_own || is_operation(kernel, "linear") || is_own(kernel);
+      has_linear = has_linear || is_operation(kernel, "linear") || is_linear_nk(kernel);
       if (is_operation(kernel, "linear_few_rows") && is_narrow && rows <= kernel.block_m) few = &tile;
       const bool has_counters = !tile.is_divided || problem.tiles(kernel) * consumers_of(kernel) <= host::kMaxCounters;
       if (std::strcmp(kernel.family, "sm90") == 0 && kernel.block_m <= 128 && has_counters) wide.push_back(tile);
     }
   }
   if (few != nullptr) return *few;
-  if (!has_own) {
-    return {&select_product({problem.request, moe::Product::kPlain, problem.memory, rows, /*experts=*/1, n, problem.k}),
+  if (!has_linear) {
+    return {&select_product({problem.request, moe::Product::kPlain, problem.layout, rows, /*experts=*/1, n, problem.k}),
             false};
   }
   const Tile* only = rows <= 64 ? one_wave(problem, wide) : nullptr;
@@ -169,7 +169,7 @@ Tile choose(const Problem& problem) {
 }
 
 // Runs a kernel of linear/sm90/.
-void run_own(const host::CudaCall& call, const Problem& problem, const Tile& tile, const moe::GemmParams& gemm) {
+void run_linear(const host::CudaCall& call, const Problem& problem, const Tile& tile, const moe::GemmParams& gemm) {
   const Kernel& kernel = *tile.kernel;
   LinearParams params{};
   params.gemm = gemm;
@@ -200,8 +200,8 @@ void run_cuda(const GroupedArguments& arguments, int64_t index, const Tensor& ou
   const host::KernelRequest request = host::make_request(gpu, arguments.common.dtype);
   const Tensor x = moe::loadable_rows(arguments.a), bias = moe::loadable_rows(arguments.bias);
   const moe::WeightOperand weight = moe::loadable_weights(arguments.b_owner, /*is_transposed=*/false);
-  const moe::Memory memory = moe::memory_of(weight.view, /*is_paired=*/false);
-  const Problem problem = problem_of(request, memory, arguments.rows, arguments.b.n, arguments.b.k);
+  const moe::WeightLayout layout = moe::layout_of(weight.view, /*is_interleaved=*/false);
+  const Problem problem = problem_of(request, layout, arguments.rows, arguments.b.n, arguments.b.k);
   const Tiles& tiles = problem.all_tiles();
   const auto count = static_cast<int64_t>(tiles.size());
   if (index < kChoose || index >= count) host::violate("linear.tile", {{"tile", index}, {"last", count - 1}});
@@ -211,8 +211,8 @@ void run_cuda(const GroupedArguments& arguments, int64_t index, const Tensor& ou
   set_grouped(product.params, arguments, x, /*offsets=*/nullptr, out);
   product.params.bias = data_or_null(bias);
   const host::CudaCall call(gpu);
-  if (is_own(*tile.kernel)) {
-    run_own(call, problem, tile, product.params);
+  if (is_linear_nk(*tile.kernel)) {
+    run_linear(call, problem, tile, product.params);
   } else {
     moe::CallList list(call);
     product.add(list, /*is_dependent=*/false);
@@ -229,14 +229,14 @@ void run_cpu(GroupedArguments& arguments, int64_t tile, const Tensor& out) {
 }
 
 // x [rows, k], weight [n, k], bias [n].
-GroupedArguments take_arguments(host::Arguments& given) {
+GroupedArguments parse_arguments(host::Arguments& inputs) {
   GroupedArguments arguments;
-  moe::Needed needed(given);
+  moe::RequiredTensors required(inputs);
   Tensor& x = arguments.a;
-  x = needed.take("x");
-  Tensor weight = needed.take("weight");
-  Tensor bias = given.optional_tensor();
-  needed.check();
+  x = required.next("x");
+  Tensor weight = required.next("weight");
+  Tensor bias = inputs.optional_tensor();
+  required.check();
   arguments.common = moe::common_of(x, "x", /*has_float32=*/false);
   check_kind(weight, "weight", {x, "x"}, arguments.common.torch_dtype, /*is_like_first=*/true);
   moe::check_rank(x, "x", 2, "[rows, k]");
@@ -263,9 +263,9 @@ GroupedArguments take_arguments(host::Arguments& given) {
 template <bool kIsCuda>
 void boxed_linear(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_linear", num_arguments, 4, num_outputs, 1);
-  host::Arguments given(stack);
-  GroupedArguments arguments = take_arguments(given);
-  const int64_t tile = given.integer();
+  host::Arguments inputs(stack);
+  GroupedArguments arguments = parse_arguments(inputs);
+  const int64_t tile = inputs.integer();
   Tensor out = host::empty({arguments.rows, arguments.b.n}, arguments.common.torch_dtype, arguments.common.device_type,
                            arguments.common.device_index);
   host::set_last_kernel("");
@@ -279,7 +279,7 @@ void boxed_linear(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
   stack[0] = host::give(std::move(out));
 }
 
-const host::ArgumentCheck kCheck("_linear", [](host::Arguments& given) { take_arguments(given); });
+const host::ArgumentCheck kCheck("_linear", [](host::Arguments& inputs) { parse_arguments(inputs); });
 
 }  // namespace
 }  // namespace flashmoe::linear

@@ -72,8 +72,8 @@ __device__ __forceinline__ void bias_gradient(const BiasGradientParams& params) 
   float sum[kLaneColumns] = {};
   add_rows<Spec>(params, static_cast<const Element*>(params.a) + column, begin, end, column < params.columns, sum);
   const ptx::SmemPointer sums_smem = ptx::dynamic_shared_memory();
-  const ptx::SmemPointer own_smem = sums_smem + 4 * kLaneColumns * thread;
-  for (int i = 0; i < kLaneColumns; ++i) ptx::st_shared_float(own_smem + 4 * i, sum[i]);
+  const ptx::SmemPointer thread_smem = sums_smem + 4 * kLaneColumns * thread;
+  for (int i = 0; i < kLaneColumns; ++i) ptx::st_shared_float(thread_smem + 4 * i, sum[i]);
   ptx::barrier_sync_block();  // all octets' sums are written
 
   const int pair = first_column + 2 * thread;  // two columns per thread

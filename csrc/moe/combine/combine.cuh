@@ -8,8 +8,8 @@
 // flight. Lane i holds the row of choice i, so there are at most 32 choices.
 #pragma once
 
-#include "device/convert.cuh"
 #include "device/reduce.cuh"
+#include "moe/eight_elements.cuh"
 #include "moe/params/routing.h"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/math.cuh"
@@ -76,14 +76,6 @@ __device__ __forceinline__ void sum_choices(const CombineParams& params, const i
   }
 }
 
-template <typename Element>
-__device__ __forceinline__ void store_columns(Element* out_gmem, const float (&sum)[kLaneColumns]) {
-  uint32_t packed[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) packed[i] = pack<Element>(sum[2 * i], sum[2 * i + 1]);
-  ptx::st_global_128(out_gmem, packed);
-}
-
 // The token of this warp, and the warp's index and count among the token's warps.
 struct TokenWarp {
   int64_t token;
@@ -127,7 +119,7 @@ __device__ __forceinline__ void combine_columns(const CombineParams& params, con
     for (int i = 0; i < kChunks; ++i) {
       if (columns[i] >= params.columns) continue;
       if (params.shared != nullptr) add_scaled<Element>(sum[i], shared[i], 1.0f);
-      store_columns(static_cast<Element*>(params.out) + warp.token * params.out_stride + columns[i], sum[i]);
+      store_eight(static_cast<Element*>(params.out) + warp.token * params.out_stride + columns[i], sum[i]);
     }
   }
 }
@@ -219,7 +211,7 @@ __device__ __forceinline__ void combine_backward(const CombineParams& params) {
     float sum[1][kLaneColumns];
     sum_choices<Element>(params, column, row, 1.0f, sum);
     if (column[0] >= columns) continue;
-    store_columns(static_cast<Element*>(params.out) + token * params.out_stride + column[0], sum[0]);
+    store_eight(static_cast<Element*>(params.out) + token * params.out_stride + column[0], sum[0]);
   }
   if (params.dweights == nullptr) return;
   for (int choice = warp.index; choice < params.top_k; choice += warp.count) {

@@ -44,32 +44,32 @@ struct Activate {
       value = g <= 0.0f ? 0.0f : g;
       if constexpr (kWithSlope) slope = g <= 0.0f ? 0.0f : 1.0f;
     } else if constexpr (kActivation == Activation::kGeglu) {
-      const float share = 0.5f + 0.5f * erff(g * 0.70710678118654752440f);
-      value = g * share;
+      const float cdf = 0.5f + 0.5f * erff(g * 0.70710678118654752440f);
+      value = g * cdf;
       if constexpr (kWithSlope) {
         constexpr float kHalfLog2e = 0.72134752044448170368f;
-        slope = share + g * 0.39894228040143267794f * ptx::exp2_approx(-kHalfLog2e * g * g);
+        slope = cdf + g * 0.39894228040143267794f * ptx::exp2_approx(-kHalfLog2e * g * g);
       }
     } else if constexpr (kActivation == Activation::kGegluTanh) {
       constexpr float kLinear = 1.59576912160573071176f;  // 2 sqrt(2 / pi)
       constexpr float kCubic = 0.044715f;
-      const float share = sigmoid(kLinear * (g + kCubic * g * g * g));
-      value = g * share;
+      const float s = sigmoid(kLinear * (g + kCubic * g * g * g));
+      value = g * s;
       if constexpr (kWithSlope) {
-        // For large |g| bend is 0, because 1 - share or share is, and the square of g may be inf.
-        const float bend = value * (1.0f - share);
-        slope = bend == 0.0f ? share : share + bend * kLinear * (1.0f + 3.0f * kCubic * g * g);
+        // g s (1 - s). For large |g| it is 0, because 1 - s or s is, and the square of g may be inf.
+        const float d_sigmoid = value * (1.0f - s);
+        slope = d_sigmoid == 0.0f ? s : s + d_sigmoid * kLinear * (1.0f + 3.0f * kCubic * g * g);
       }
     } else if constexpr (kActivation == Activation::kClampedSwiglu) {
       const float h = g > kClampLimit ? kClampLimit : g;
-      const float share = sigmoid(kClampAlpha * h);
-      value = h * share;
-      if constexpr (kWithSlope) slope = g > kClampLimit ? 0.0f : share + kClampAlpha * value * (1.0f - share);
+      const float s = sigmoid(kClampAlpha * h);
+      value = h * s;
+      if constexpr (kWithSlope) slope = g > kClampLimit ? 0.0f : s + kClampAlpha * value * (1.0f - s);
     } else {
       static_assert(kActivation == Activation::kSwiglu, "one of the five");
-      const float share = sigmoid(g);
-      value = g * share;
-      if constexpr (kWithSlope) slope = share + value * (1.0f - share);
+      const float s = sigmoid(g);
+      value = g * s;
+      if constexpr (kWithSlope) slope = s + value * (1.0f - s);
     }
   }
 

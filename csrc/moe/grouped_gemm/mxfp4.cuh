@@ -30,18 +30,18 @@ __device__ __forceinline__ uint32_t spread_neighbours(uint32_t word, uint32_t sh
 // The values of a packed block's codes (moe/params/mxfp4.h), as spread_codes gives them: eight pairs from two words.
 // Each word gives three pairs, with at most one shift or rotation and one mask each; the remaining bits of both,
 // merged, give the other two.
-__device__ __forceinline__ uint32_t turn_left(uint32_t word, int bits) { return word << bits | word >> (32 - bits); }
+__device__ __forceinline__ uint32_t rotate_left(uint32_t word, int bits) { return word << bits | word >> (32 - bits); }
 
 __device__ __forceinline__ void spread_packed(uint32_t (&pairs)[8], uint32_t first, uint32_t second) {
   constexpr uint32_t kMask = 0x81C081C0u, kLeft = 0x0C180C18u;
   pairs[0] = first & kMask;
   pairs[1] = first << 6 & kMask;
-  pairs[2] = turn_left(first, 26) & kMask;
+  pairs[2] = rotate_left(first, 26) & kMask;
   pairs[3] = second & kMask;
   pairs[4] = second << 6 & kMask;
-  pairs[5] = turn_left(second, 26) & kMask;
-  const uint32_t rest = (first & kLeft) | (turn_left(second, 2) & ~kLeft);
-  pairs[6] = turn_left(rest, 28) & kMask;
+  pairs[5] = rotate_left(second, 26) & kMask;
+  const uint32_t rest = (first & kLeft) | (rotate_left(second, 2) & ~kLeft);
+  pairs[6] = rotate_left(rest, 28) & kMask;
   pairs[7] = rest << 2 & kMask;
 }
 
@@ -77,8 +77,8 @@ struct Mxfp4Scale {
 
   // Applies the scale to spread codes.
   __device__ __forceinline__ uint32_t apply(uint32_t codes) const {
-    constexpr uint32_t kOwnSize = 0x7E807E80u;  // 2^126
-    return ptx::multiply_bf16x2(kIsLarge ? ptx::multiply_bf16x2(codes, kOwnSize) : codes, factor);
+    constexpr uint32_t kTwoTo126 = 0x7E807E80u;  // 2^126
+    return ptx::multiply_bf16x2(kIsLarge ? ptx::multiply_bf16x2(codes, kTwoTo126) : codes, factor);
   }
 };
 

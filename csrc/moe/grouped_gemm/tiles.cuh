@@ -9,6 +9,7 @@
 #include "device/math.cuh"
 #include "moe/grouped_gemm/rows.cuh"
 #include "moe/params/gemm.h"
+#include "moe/prefix_sum.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
@@ -53,7 +54,6 @@ struct ExpertWindow {
 
   // Moves on to the next 32 experts.
   __device__ __forceinline__ void advance(const GemmParams& params) {
-    const int lane = ptx::lane_index();
     expert += 32;
     first_row = end_row = 0;
     if (expert < params.experts) {
@@ -61,30 +61,25 @@ struct ExpertWindow {
       end_row = first_row_of(params, expert + 1);
     }
     tiles = ceil_div(end_row - first_row, kBlockM);
-    int through = tiles;  // tiles of the lanes up to this one
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int others = ptx::shuffle_index(through, lane - distance);
-      if (lane >= distance) through += others;
-    }
+    const int through = warp_inclusive_sum(tiles);  // tiles of the lanes up to this one
     before = end_tile + through - tiles;
     end_tile += ptx::shuffle_index(through, 31);
   }
 
-  // Moves on to the experts of tile `number`, which must exist, and returns whether it belongs to this lane's expert.
+  // Moves on to the experts of tile `tile_index`, which must exist, and returns whether it belongs to this lane's expert.
   // Called by a whole warp.
-  __device__ __forceinline__ bool seek(const GemmParams& params, int n_blocks, int number) {
-    const int row_tile = number / n_blocks;
+  __device__ __forceinline__ bool seek(const GemmParams& params, int n_blocks, int tile_index) {
+    const int row_tile = tile_index / n_blocks;
     while (row_tile >= end_tile) advance(params);
     return row_tile >= before && row_tile < before + tiles;
   }
 
-  // Tile `number` of the schedule, which must belong to this lane's expert.
-  __device__ __forceinline__ Tile tile(int n_blocks, int number) const {
-    const int index = number - before * n_blocks;
-    const int first_tile = index / (kGroupTiles * n_blocks) * kGroupTiles;
+  // Tile `tile_index` of the schedule, which must belong to this lane's expert.
+  __device__ __forceinline__ Tile tile(int n_blocks, int tile_index) const {
+    const int in_expert = tile_index - before * n_blocks;
+    const int first_tile = in_expert / (kGroupTiles * n_blocks) * kGroupTiles;
     const int group_tiles = minimum(kGroupTiles, tiles - first_tile);
-    const int in_group = index - first_tile * n_blocks;
+    const int in_group = in_expert - first_tile * n_blocks;
     const int n_block = in_group / group_tiles;
     const int row_tile = first_tile + in_group - n_block * group_tiles;
     return Tile{expert, first_row + row_tile * kBlockM, end_row, n_block};

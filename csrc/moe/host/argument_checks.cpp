@@ -52,8 +52,8 @@ void check_sizes(const Tensor& tensor, const char* name, std::initializer_list<i
                         {"axes", axes}});
 }
 
-void check_size(int64_t value, const char* what, int64_t most) {
-  if (value < 1 || value > most) violate("moe.size", {{"what", what}, {"value", value}, {"most", most}});
+void check_size(int64_t value, const char* what, int64_t max) {
+  if (value < 1 || value > max) violate("moe.size", {{"what", what}, {"value", value}, {"most", max}});
 }
 
 void check_experts(int64_t experts, const char* rule) {
@@ -108,32 +108,32 @@ void make_weights_contiguous(Tensor& tensor) {
 
 namespace {
 
-// The index of `word` among the words that the argument allows.
+// The index of `value` among those that the argument `name` allows.
 template <std::size_t kCount>
-int32_t index_of(const std::string& word, const char* name, const char* const (&words)[kCount]) {
-  const auto* const found = std::find(std::begin(words), std::end(words), word);
-  if (found != std::end(words)) return static_cast<int32_t>(found - std::begin(words));
-  std::string supported = words[0];
-  for (std::size_t i = 1; i < kCount; ++i) supported += std::string(", ") + words[i];
-  violate("moe.word", {{"name", name}, {"found", word}, {"supported", supported}});
+int32_t index_of(const std::string& value, const char* name, const char* const (&values)[kCount]) {
+  const auto* const found = std::find(std::begin(values), std::end(values), value);
+  if (found != std::end(values)) return static_cast<int32_t>(found - std::begin(values));
+  std::string supported = values[0];
+  for (std::size_t i = 1; i < kCount; ++i) supported += std::string(", ") + values[i];
+  violate("moe.word", {{"name", name}, {"found", value}, {"supported", supported}});
 }
 
 }  // namespace
 
 // In the order of the enumerations.
-Activation activation_of(const std::string& word) {
-  static constexpr const char* kWords[] = {"swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"};
-  return static_cast<Activation>(index_of(word, "activation", kWords));
+Activation activation_of(const std::string& value) {
+  static constexpr const char* kValues[] = {"swiglu", "geglu", "geglu_tanh", "reglu", "clamped_swiglu"};
+  return static_cast<Activation>(index_of(value, "activation", kValues));
 }
 
-bool is_interleaved_of(const std::string& word) {
-  static constexpr const char* kWords[] = {"concat", "interleaved"};
-  return index_of(word, "layout", kWords) == 1;
+bool is_interleaved_of(const std::string& value) {
+  static constexpr const char* kValues[] = {"concat", "interleaved"};
+  return index_of(value, "layout", kValues) == 1;
 }
 
-Scoring scoring_of(const std::string& word) {
-  static constexpr const char* kWords[] = {"softmax", "topk_softmax", "sigmoid"};
-  return static_cast<Scoring>(index_of(word, "scoring", kWords));
+Scoring scoring_of(const std::string& value) {
+  static constexpr const char* kValues[] = {"softmax", "topk_softmax", "sigmoid"};
+  return static_cast<Scoring>(index_of(value, "scoring", kValues));
 }
 
 namespace {

@@ -28,12 +28,12 @@ inline bool is_cuda(const Common& common) { return common.device_type == aoti_to
 inline std::string quoted(const char* name, int32_t dtype) { return std::string(name) + "'s " + describe_dtype(dtype); }
 
 // Required tensors. What is not taken from the stack is not freed, so all are taken before the first error is thrown.
-class Needed {
+class RequiredTensors {
  public:
-  explicit Needed(host::Arguments& given) : given_(given) {}
+  explicit RequiredTensors(host::Arguments& inputs) : inputs_(inputs) {}
 
-  Tensor take(const char* name) {
-    Tensor tensor = given_.tensor();
+  Tensor next(const char* name) {
+    Tensor tensor = inputs_.tensor();
     if (missing_ == nullptr && (!tensor.is_given() || !tensor.is_defined())) missing_ = name;
     return tensor;
   }
@@ -42,7 +42,7 @@ class Needed {
   }
 
  private:
-  host::Arguments& given_;
+  host::Arguments& inputs_;
   const char* missing_ = nullptr;
 };
 
@@ -63,7 +63,7 @@ void check_kind(const Tensor& tensor, const char* name, const First& first, int3
 // `axes`: the names of the dimensions, such as "[tokens, hidden]".
 void check_rank(const Tensor& tensor, const char* name, int64_t rank, const char* axes);
 void check_sizes(const Tensor& tensor, const char* name, std::initializer_list<int64_t> sizes, const char* axes);
-void check_size(int64_t value, const char* what, int64_t most = kMaxSize);
+void check_size(int64_t value, const char* what, int64_t max = kMaxSize);
 void check_experts(int64_t experts, const char* rule);  // `rule` says what to do with more
 void check_gpu_multiple(const Common& common, int64_t value, const char* what, int64_t multiple = kGpuMultiple);
 void check_slots(int64_t tokens, int64_t top_k);
@@ -77,9 +77,9 @@ void make_rows_contiguous(Tensor& tensor);
 void make_weights_contiguous(Tensor& tensor);  // of [experts, ., .]: one of the last two dimensions
 
 // Strings are taken from the stack before any is checked: what is not taken is not freed.
-Activation activation_of(const std::string& word);
-bool is_interleaved_of(const std::string& word);
-Scoring scoring_of(const std::string& word);
+Activation activation_of(const std::string& value);
+bool is_interleaved_of(const std::string& value);
+Scoring scoring_of(const std::string& value);
 
 void check_sort(SortArguments& arguments, const First& first);
 

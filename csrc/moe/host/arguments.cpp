@@ -28,34 +28,34 @@ ExpertWeights view_weights(const Tensor& tensor, bool is_transposed) {
   return is_transposed ? swapped(view) : view;
 }
 
-SortArguments take_sort(host::Arguments& given) {
+SortArguments parse_sort(host::Arguments& inputs) {
   SortArguments arguments;
-  Needed needed(given);
-  arguments.ids = needed.take("topk_ids");
-  arguments.topk_weights = needed.take("topk_weights");
-  arguments.expert_map = given.optional_tensor();
-  arguments.experts = given.integer();
-  needed.check();
+  RequiredTensors required(inputs);
+  arguments.ids = required.next("topk_ids");
+  arguments.topk_weights = required.next("topk_weights");
+  arguments.expert_map = inputs.optional_tensor();
+  arguments.experts = inputs.integer();
+  required.check();
   arguments.common = common_of(arguments.topk_weights, "topk_weights", /*has_float32=*/true);
   check_sort(arguments, {arguments.topk_weights, "topk_weights"});
   return arguments;
 }
 
-LayerArguments take_layer(host::Arguments& given) {
+LayerArguments parse_layer(host::Arguments& inputs) {
   LayerArguments arguments;
-  Needed needed(given);
+  RequiredTensors required(inputs);
   SortArguments& routing = arguments.routing;
-  arguments.x = needed.take("x");
-  arguments.w13 = needed.take("w13");
-  arguments.w2 = needed.take("w2");
-  routing.topk_weights = needed.take("topk_weights");
-  routing.ids = needed.take("topk_ids");
-  given.optional_tensors(arguments.b13, arguments.b2, routing.expert_map, arguments.shared);
-  const std::string activation = given.text(), layout = given.text();
-  arguments.shape.is_transposed = given.flag();
+  arguments.x = required.next("x");
+  arguments.w13 = required.next("w13");
+  arguments.w2 = required.next("w2");
+  routing.topk_weights = required.next("topk_weights");
+  routing.ids = required.next("topk_ids");
+  inputs.optional_tensors(arguments.b13, arguments.b2, routing.expert_map, arguments.shared);
+  const std::string activation = inputs.text(), layout = inputs.text();
+  arguments.shape.is_transposed = inputs.flag();
   arguments.shape.activation = activation_of(activation);
   arguments.shape.is_interleaved = is_interleaved_of(layout);
-  needed.check();
+  required.check();
   const First x{arguments.x, "x"};
   const Common& common = arguments.common = common_of(arguments.x, "x", /*has_float32=*/false);
   for (const auto& [tensor, name] :
@@ -97,27 +97,27 @@ void check_out(const LayerArguments& arguments, const Tensor& out) {
   }
 }
 
-LayerBackwardArguments take_layer_backward(host::Arguments& given) {
+LayerBackwardArguments parse_layer_backward(host::Arguments& inputs) {
   LayerBackwardArguments arguments;
-  Needed needed(given);
+  RequiredTensors required(inputs);
   SortOutputs& sorted = arguments.sorted;
   LayerShape& shape = arguments.shape;
-  arguments.dout = needed.take("grad_out");
-  arguments.x = needed.take("x");
-  arguments.w13 = needed.take("w13");
-  arguments.w2 = needed.take("w2");
-  given.optional_tensors(arguments.b13, arguments.b2);
-  arguments.preactivation = needed.take("preactivation");
-  sorted.expert_offsets = needed.take("expert_offsets");
-  sorted.row_slots = needed.take("row_slots");
-  sorted.slot_rows = needed.take("slot_rows");
-  sorted.row_weights = needed.take("row_weights");
-  const std::string activation = given.text(), layout = given.text();
-  shape.is_transposed = given.flag();
-  arguments.needs = given.integer();
+  arguments.dout = required.next("grad_out");
+  arguments.x = required.next("x");
+  arguments.w13 = required.next("w13");
+  arguments.w2 = required.next("w2");
+  inputs.optional_tensors(arguments.b13, arguments.b2);
+  arguments.preactivation = required.next("preactivation");
+  sorted.expert_offsets = required.next("expert_offsets");
+  sorted.row_slots = required.next("row_slots");
+  sorted.slot_rows = required.next("slot_rows");
+  sorted.row_weights = required.next("row_weights");
+  const std::string activation = inputs.text(), layout = inputs.text();
+  shape.is_transposed = inputs.flag();
+  arguments.needs = inputs.integer();
   shape.activation = activation_of(activation);
   shape.is_interleaved = is_interleaved_of(layout);
-  needed.check();
+  required.check();
   const First x{arguments.x, "x"};
   const Common& common = arguments.common = common_of(arguments.x, "x", /*has_float32=*/false);
   for (const auto& [tensor, name] :
@@ -151,19 +151,19 @@ LayerBackwardArguments take_layer_backward(host::Arguments& given) {
   return arguments;
 }
 
-RouteArguments take_route(host::Arguments& given) {
+RouteArguments parse_route(host::Arguments& inputs) {
   RouteArguments arguments;
-  Needed needed(given);
-  arguments.logits = needed.take("logits");
-  arguments.top_k = given.integer();
-  const std::string scoring = given.text();
-  arguments.bias = given.optional_tensor();
-  const int64_t groups = arguments.groups = given.integer();
-  const int64_t topk_groups = arguments.topk_groups = given.integer();
-  arguments.renormalize = given.flag();
-  arguments.scale = given.number();
+  RequiredTensors required(inputs);
+  arguments.logits = required.next("logits");
+  arguments.top_k = inputs.integer();
+  const std::string scoring = inputs.text();
+  arguments.bias = inputs.optional_tensor();
+  const int64_t groups = arguments.groups = inputs.integer();
+  const int64_t topk_groups = arguments.topk_groups = inputs.integer();
+  arguments.renormalize = inputs.flag();
+  arguments.scale = inputs.number();
   arguments.scoring = scoring_of(scoring);
-  needed.check();
+  required.check();
   const First logits{arguments.logits, "logits"};
   arguments.common = common_of(arguments.logits, "logits", /*has_float32=*/true);
   if (!(arguments.scale >= -std::numeric_limits<float>::max() &&

@@ -1,7 +1,7 @@
 // Arguments and results of the operators of a mixture-of-experts layer, and the only place that validates them: a
 // violated rule is thrown by its name, which flashmoe/moe/rules.py explains.
 //
-// In what take_...() returns, and so in every backend: tensors are on one device; x, shared, out and the other matrices
+// In what parse_...() returns, and so in every backend: tensors are on one device; x, shared, out and the other matrices
 // of tokens have a contiguous last dimension and any stride between rows (0 if expanded); weights have a contiguous
 // last or second-last dimension, as ExpertWeights says, and otherwise any strides; everything else is contiguous.
 // Tensors that were not like this have been copied.
@@ -222,22 +222,22 @@ struct GroupedGradientArguments {
   int64_t experts = 0;
 };
 
-// Each takes an operator's arguments in the order of its schema and throws at the first violated rule; fills in the
+// Each parses an operator's arguments in the order of its schema and throws at the first violated rule; fills in the
 // structs' other members, and copies what must be contiguous.
-RouteArguments take_route(host::Arguments& given);
-SortArguments take_sort(host::Arguments& given);
-LayerArguments take_layer(host::Arguments& given);
-LayerBackwardArguments take_layer_backward(host::Arguments& given);
-GroupedArguments take_grouped(host::Arguments& given);
-GroupedGradientArguments take_grouped_gradient(host::Arguments& given);
-ScaledArguments take_scaled(host::Arguments& given);
-Mxfp4Arguments take_mxfp4(host::Arguments& given);
-ScaledBackwardArguments take_scaled_backward(host::Arguments& given);
-QuantizeWeightsArguments take_quantize_weights(host::Arguments& given);
+RouteArguments parse_route(host::Arguments& inputs);
+SortArguments parse_sort(host::Arguments& inputs);
+LayerArguments parse_layer(host::Arguments& inputs);
+LayerBackwardArguments parse_layer_backward(host::Arguments& inputs);
+GroupedArguments parse_grouped(host::Arguments& inputs);
+GroupedGradientArguments parse_grouped_gradient(host::Arguments& inputs);
+ScaledArguments parse_scaled(host::Arguments& inputs);
+Mxfp4Arguments parse_mxfp4(host::Arguments& inputs);
+ScaledBackwardArguments parse_scaled_backward(host::Arguments& inputs);
+QuantizeWeightsArguments parse_quantize_weights(host::Arguments& inputs);
 
 // For an output that the caller passes.
 void check_out(const LayerArguments& arguments, const Tensor& out);
-// What the e4m3 kernels need in addition to take_scaled: whole blocks.
+// What the e4m3 kernels need in addition to parse_scaled: whole blocks.
 void check_blocks(const LayerShape& shape);
 
 // The Scalar of a tensor's dtype: float32, float16, bfloat16, int32 or int64.

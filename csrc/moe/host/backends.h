@@ -2,9 +2,17 @@
 // allocated, uninitialised, and are written completely; outputs that are not given are not needed.
 #pragma once
 
+#include "host/tensor.h"
 #include "moe/host/arguments.h"
 
 namespace flashmoe::moe {
+
+inline Tensor empty_on(const Common& common, std::initializer_list<int64_t> sizes, int32_t dtype) {
+  return host::empty(sizes, dtype, common.device_type, common.device_index);
+}
+inline void zero(const Tensor& tensor) {
+  if (tensor.is_given()) host::check_shim(aoti_torch_zero_(tensor.get()), "zero_");
+}
 
 void route_cpu(const RouteArguments& arguments, const RouteOutputs& outputs);
 void route_cuda(const RouteArguments& arguments, const RouteOutputs& outputs);

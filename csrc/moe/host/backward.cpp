@@ -45,7 +45,7 @@ class BackwardCall {
 
   bool is_dependent() const { return !list_.is_empty(); }
   GroupedGemm product(Product product, const ExpertWeights& weights) const {
-    return make_gemm(product, request_, weights, /*is_paired=*/false, shape_.slots, shape_.experts);
+    return make_gemm(product, request_, weights, /*is_interleaved=*/false, shape_.slots, shape_.experts);
   }
 
   const LayerBackwardArguments& arguments_;
@@ -111,7 +111,7 @@ void BackwardCall::allocate() {
 
 // Multiplying rows in place saves more time than gathering them takes.
 void BackwardCall::add_gather(GatherParams& params, const Tensor& tokens) {
-  const Kernel& kernel = select_step(request_, Step::kGather);
+  const Kernel& kernel = select_op(request_, Op::kGather);
   params.a = tokens.data();
   params.rows = rows_;
   params.slot_rows = sorted_.slot_rows;
@@ -150,8 +150,8 @@ void BackwardCall::add_bias_gradient(BiasGradientParams& params, const Rows& row
   if (!gradient.is_given()) return;
   constexpr int64_t kColumnsPerBlock = 64;
   params = bias_gradient_params(shape_, sorted_, rows, row_weights, gradient);
-  list_.add(select_step(request_, Step::kBiasGradient), shape_.experts * ceil_div(rows.columns, kColumnsPerBlock),
-            &params, is_dependent());
+  list_.add(select_op(request_, Op::kBiasGradient), shape_.experts * ceil_div(rows.columns, kColumnsPerBlock), &params,
+            is_dependent());
 }
 
 void BackwardCall::run() {
@@ -168,7 +168,7 @@ void BackwardCall::run() {
   if (needs_rows(arguments_)) {
     combine_ = combine_backward_params(shape_, sorted_, gradients_, operands_.b2, operands_.dout, rows_, row_dots_,
                                        kDotColumns);
-    add_combine(list_, select_step(request_, Step::kCombineBackward), combine_, is_dependent());
+    add_combine(list_, select_op(request_, Op::kCombineBackward), combine_, is_dependent());
   }
   if (dw13_.has_value()) {
     add_gather(x_rows_, operands_.x);

@@ -45,7 +45,7 @@ class CpuCall {
   const char* isa_;
 };
 
-bool is_kn(const ExpertWeights& weights) { return memory_of(weights, /*is_paired=*/false) != Memory::kNk; }
+bool is_kn(const ExpertWeights& weights) { return layout_of(weights, /*is_interleaved=*/false) != WeightLayout::kNk; }
 
 // The product of `a` and the weights; the caller fills in the rest.
 GemmParams make_product(const LayerShape& shape, const Sorted& sorted, const Rows& a, const ExpertWeights& weights,

@@ -41,7 +41,7 @@ void route_cuda(const RouteArguments& arguments, const RouteOutputs& outputs) {
   constexpr int64_t kTokensPerBlock = 4;  // one warp per token, up to the number of blocks below
   constexpr int64_t kBlocksPerMultiprocessor = 8;
   const host::Device& gpu = host::device(arguments.common.device_index);
-  const Kernel& kernel = select_step(request_without_dtype(gpu), Step::kRoute);
+  const Kernel& kernel = select_op(request_without_dtype(gpu), Op::kRoute);
   const RouteParams params = route_params(arguments, outputs);
   const host::CudaCall call(gpu);
   host::fill_words(params.counts, 0, arguments.experts, call.stream, "counts of experts");
@@ -77,16 +77,16 @@ void layer_cuda(const LayerArguments& arguments, const LayerOutputs& outputs) {
   host::Workspace workspace;
   SortKernels sort(arguments.routing, request, workspace);
   GroupedGemm gated = make_gemm(Product::kGated, request, w13.view, shape.is_interleaved, shape.slots, shape.experts);
-  GroupedGemm down = make_gemm(Product::kPlain, request, w2.view, /*is_paired=*/false, shape.slots, shape.experts);
-  const Kernel& combine = select_step(request, Step::kCombine);
+  GroupedGemm down = make_gemm(Product::kPlain, request, w2.view, /*is_interleaved=*/false, shape.slots, shape.experts);
+  const Kernel& combine = select_op(request, Op::kCombine);
 
   const host::CudaCall call(gpu);
-  std::optional<SortedWorkspace> own_sorted;
-  if (!outputs.is_for_backward()) own_sorted.emplace(workspace, shape.slots, shape.experts);
+  std::optional<SortedWorkspace> local_sorted;
+  if (!outputs.is_for_backward()) local_sorted.emplace(workspace, shape.slots, shape.experts);
   const int64_t hidden_rows = workspace.add<uint16_t>(shape.slots * shape.intermediate);
   const int64_t down_rows = workspace.add<uint16_t>(shape.slots * shape.hidden);
   workspace.allocate(call);
-  const Sorted sorted = own_sorted.has_value() ? own_sorted->pointers(workspace) : pointers_of(outputs.sorted);
+  const Sorted sorted = local_sorted.has_value() ? local_sorted->pointers(workspace) : pointers_of(outputs.sorted);
   void* const h = workspace.address<void>(hidden_rows);
   void* const y = workspace.address<void>(down_rows);
 
@@ -119,7 +119,7 @@ void grouped_cuda(const GroupedArguments& arguments, const Tensor& out) {
   const Tensor a = loadable_rows(arguments.a);
   const WeightOperand b = loadable_weights(arguments.b_owner, /*is_transposed=*/true);
   GroupedGemm product =
-      make_gemm(Product::kPlain, request, b.view, /*is_paired=*/false, arguments.rows, b.view.experts);
+      make_gemm(Product::kPlain, request, b.view, /*is_interleaved=*/false, arguments.rows, b.view.experts);
   const host::CudaCall call(gpu);
   const Tensor offsets = make_expert_offsets(arguments.offsets, b.view.experts, call);
   // Rows past the last offset belong to no expert; only the device knows which ones these are.
@@ -133,8 +133,8 @@ void grouped_gradient_cuda(const GroupedGradientArguments& arguments, const Tens
   const host::Device& gpu = host::device(arguments.common.device_index);
   const host::KernelRequest request = host::make_request(gpu, arguments.common.dtype);
   const Tensor a = loadable_rows(arguments.a), b = loadable_rows(arguments.b);
-  GroupedGemm product = make_gemm(Product::kWeightGradient, request, sizes_of(out), /*is_paired=*/false, arguments.rows,
-                                  arguments.experts);
+  GroupedGemm product = make_gemm(Product::kWeightGradient, request, sizes_of(out), /*is_interleaved=*/false,
+                                  arguments.rows, arguments.experts);
   const host::CudaCall call(gpu);
   const Tensor offsets = make_expert_offsets(arguments.offsets, arguments.experts, call);
   set_grouped_gradient(product.params, arguments, a, b, static_cast<const int32_t*>(offsets.data()), out);

@@ -13,14 +13,14 @@ Common check_grouped_kinds(const Tensor& a, const Tensor& b, const Tensor& offse
 
 }  // namespace
 
-GroupedArguments take_grouped(host::Arguments& given) {
+GroupedArguments parse_grouped(host::Arguments& inputs) {
   GroupedArguments arguments;
-  Needed needed(given);
+  RequiredTensors required(inputs);
   Tensor &a = arguments.a, &b = arguments.b_owner;
-  a = needed.take("a");
-  b = needed.take("b");
-  arguments.offsets = needed.take("offsets");
-  needed.check();
+  a = required.next("a");
+  b = required.next("b");
+  arguments.offsets = required.next("offsets");
+  required.check();
   arguments.common = check_grouped_kinds(a, b, arguments.offsets);
   check_rank(a, "a", 2, "[rows, k]");
   check_rank(b, "b", 3, "[experts, k, n]");
@@ -36,14 +36,14 @@ GroupedArguments take_grouped(host::Arguments& given) {
   return arguments;
 }
 
-GroupedGradientArguments take_grouped_gradient(host::Arguments& given) {
+GroupedGradientArguments parse_grouped_gradient(host::Arguments& inputs) {
   GroupedGradientArguments arguments;
-  Needed needed(given);
+  RequiredTensors required(inputs);
   Tensor &a = arguments.a, &b = arguments.b;
-  a = needed.take("a");
-  b = needed.take("b");
-  arguments.offsets = needed.take("offsets");
-  needed.check();
+  a = required.next("a");
+  b = required.next("b");
+  arguments.offsets = required.next("offsets");
+  required.check();
   arguments.common = check_grouped_kinds(a, b, arguments.offsets);
   check_rank(a, "a", 2, "[n, rows]");
   check_rank(b, "b", 2, "[rows, k]");

@@ -47,9 +47,9 @@ SortKernels::SortKernels(const SortArguments& arguments, const host::KernelReque
       blocks_(sort_blocks(arguments.slots)),
       block_counts_(workspace.add<int32_t>(sort_workspace(arguments.slots, arguments.experts))) {
   if (blocks_ == 1) {
-    kernels_[0] = &select_step(request, Step::kSortOne);
+    kernels_[0] = &select_op(request, Op::kSortOne);
   } else {
-    kernels_ = {&select_step(request, Step::kSortCount), &select_step(request, Step::kSortPlace)};
+    kernels_ = {&select_op(request, Op::kSortCount), &select_op(request, Op::kSortPlace)};
   }
 }
 
@@ -74,18 +74,18 @@ template class GroupedProduct<GemmParams>;
 template class GroupedProduct<ScaledGemmParams>;
 template class GroupedProduct<Mxfp4GemmParams>;
 
-GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const ExpertWeights& weights, bool is_paired,
-                      int64_t slots, int64_t experts) {
-  GroupedGemm gemm(
-      product, select_product({request, product, memory_of(weights, is_paired), slots, experts, weights.n, weights.k}));
+GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const ExpertWeights& weights,
+                      bool is_interleaved, int64_t slots, int64_t experts) {
+  GroupedGemm gemm(product, select_product({request, product, layout_of(weights, is_interleaved), slots, experts,
+                                            weights.n, weights.k}));
   if (product != Product::kWeightGradient) set_weights(gemm.params, weights);
   return gemm;
 }
 
 void set_early_ids(GemmParams& params, const SortArguments& routing, const host::Device& gpu) {
-  constexpr int64_t kMostEarlySlots = 1024;
+  constexpr int64_t kMaxEarlySlots = 1024;
   constexpr int32_t kFirstToWait = 90;  // on older GPUs no kernel begins early
-  if (routing.slots > kMostEarlySlots || routing.expert_map.is_given() || gpu.capability < kFirstToWait) return;
+  if (routing.slots > kMaxEarlySlots || routing.expert_map.is_given() || gpu.capability < kFirstToWait) return;
   params.ids = routing.ids.data();
   params.id_bytes = scalar_of(routing.ids) == Scalar::kInt64 ? 8 : 4;
 }

@@ -4,7 +4,8 @@
 // Every kernel waits for the end of the previous one before its first access to anything that the list writes, so each
 // may be launched early behind the previous one, whichever one it depends on. The previous one has waited in the same
 // way, so all earlier kernels of the list have ended: a kernel may write where any of them has read. Exceptions, which
-// read what the sort wrote before they wait: moe_combine, and plain products for few rows or with is_early
+// read what the sort wrote before they wait: moe_combine, and plain products for few rows or with
+// overlaps_previous_grid
 // (moe/params/scaled.h). A product lets the next kernel begin only when its own wait is over, so the sort has ended by
 // then.
 #pragma once
@@ -113,8 +114,8 @@ using ScaledGemm = GroupedProduct<ScaledGemmParams>;
 using Mxfp4Gemm = GroupedProduct<Mxfp4GemmParams>;
 
 // Chooses the kernel for at most `slots` rows and sets the weights; for a weight gradient only the sizes matter.
-GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const ExpertWeights& weights, bool is_paired,
-                      int64_t slots, int64_t experts);
+GroupedGemm make_gemm(Product product, const host::KernelRequest& request, const ExpertWeights& weights,
+                      bool is_interleaved, int64_t slots, int64_t experts);
 
 // Lets a gated product for few rows request weights by the experts of the slots before the sort has ended.
 void set_early_ids(GemmParams& params, const SortArguments& routing, const host::Device& gpu);

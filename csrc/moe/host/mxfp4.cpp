@@ -30,7 +30,7 @@ Tensor loadable_packed(const Tensor& tensor) {
 Mxfp4Gemm make_packed_gemm(Product product, const host::KernelRequest& request, const LayerShape& shape,
                            const Tensor& weights) {
   const int64_t n = kMxfp4PackedRows * weights.sizes()[1], k = kMxfp4PackedK * weights.sizes()[2];
-  Mxfp4Gemm made(product, select_product({request, product, Memory::kNk, shape.slots, shape.experts, n, k}));
+  Mxfp4Gemm made(product, select_product({request, product, WeightLayout::kNk, shape.slots, shape.experts, n, k}));
   made.params.gemm.b = weights.data();
   made.params.gemm.n = static_cast<int32_t>(n);
   made.params.gemm.k = static_cast<int32_t>(k);
@@ -40,7 +40,7 @@ Mxfp4Gemm make_packed_gemm(Product product, const host::KernelRequest& request, 
 Mxfp4Gemm make_mxfp4_gemm(Product product, const host::KernelRequest& request, const LayerShape& shape,
                           const Tensor& weights, const Tensor& scales) {
   const int64_t n = weights.sizes()[1], k = 2 * weights.sizes()[2];
-  Mxfp4Gemm made(product, select_product({request, product, Memory::kNk, shape.slots, shape.experts, n, k}));
+  Mxfp4Gemm made(product, select_product({request, product, WeightLayout::kNk, shape.slots, shape.experts, n, k}));
   GemmParams& gemm = made.params.gemm;
   gemm.b = weights.data();
   gemm.b_stride = weights.strides()[1] / kElementBytes;
@@ -74,14 +74,14 @@ void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out) {
                         : make_mxfp4_gemm(Product::kMxfp4Gated, request, shape, w13, arguments.w13_scale);
   Mxfp4Gemm down = arguments.is_packed ? make_packed_gemm(Product::kMxfp4Packed, request, shape, w2)
                                        : make_mxfp4_gemm(Product::kMxfp4, request, shape, w2, arguments.w2_scale);
-  const Kernel& combine = select_step(request, Step::kCombine);
+  const Kernel& combine = select_op(request, Op::kCombine);
 
   const host::CudaCall call(gpu);
-  const SortedWorkspace own_sorted(workspace, shape.slots, shape.experts);
+  const SortedWorkspace local_sorted(workspace, shape.slots, shape.experts);
   const int64_t hidden_rows = workspace.add<uint16_t>(shape.slots * shape.intermediate);
   const int64_t down_rows = workspace.add<uint16_t>(shape.slots * shape.hidden);  // first used for x's gathered rows
   workspace.allocate(call);
-  const Sorted sorted = own_sorted.pointers(workspace);
+  const Sorted sorted = local_sorted.pointers(workspace);
   void* const h = workspace.address<void>(hidden_rows);
   void* const y = workspace.address<void>(down_rows);
 
@@ -97,7 +97,7 @@ void mxfp4_cuda(const Mxfp4Arguments& arguments, const Tensor& out) {
                         static_cast<int32_t>(shape.top_k),
                         static_cast<int32_t>(shape.hidden)};
   if (arguments.is_packed && !packed_gathers(gated.kernel().block_m)) {
-    const Kernel& gather = select_step(request, Step::kGather);
+    const Kernel& gather = select_op(request, Op::kGather);
     list.add(gather, ceil_div(shape.tokens, gather.threads / 32), &gathered);
     rows = sorted_rows(y, shape.hidden);
   }

@@ -36,9 +36,9 @@ WeightOperand loadable_weights(const Tensor& tensor, bool is_transposed) {
   return {std::move(copied), copied_view};
 }
 
-Memory memory_of(const ExpertWeights& weights, bool is_paired) {
-  if (weights.stride_k == 1) return Memory::kNk;
-  return is_paired ? Memory::kKnPairs : Memory::kKn;
+WeightLayout layout_of(const ExpertWeights& weights, bool is_interleaved) {
+  if (weights.stride_k == 1) return WeightLayout::kNk;
+  return is_interleaved ? WeightLayout::kKnPairs : WeightLayout::kKn;
 }
 
 Sorted pointers_of(const SortOutputs& sorted) {

@@ -22,8 +22,8 @@ struct WeightOperand {
 };
 WeightOperand loadable_weights(const Tensor& tensor, bool is_transposed);
 
-// The memory layout of the weights; `is_paired`: gated product whose gate and up alternate.
-Memory memory_of(const ExpertWeights& weights, bool is_paired);
+// The memory layout of the weights; `is_interleaved`: gated product whose gate and up alternate.
+WeightLayout layout_of(const ExpertWeights& weights, bool is_interleaved);
 
 // What moe_sort writes, in tensors or in a workspace.
 struct Sorted {

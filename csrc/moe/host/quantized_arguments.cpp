@@ -9,15 +9,15 @@
 namespace flashmoe::moe {
 namespace {
 
-void take_weights(Needed& needed, LayerArguments& arguments) {
-  arguments.x = needed.take("x");
-  arguments.w13 = needed.take("w13");
-  arguments.w2 = needed.take("w2");
+void parse_weights(RequiredTensors& required, LayerArguments& arguments) {
+  arguments.x = required.next("x");
+  arguments.w13 = required.next("w13");
+  arguments.w2 = required.next("w2");
 }
 
-void take_routing(Needed& needed, LayerArguments& arguments) {
-  arguments.routing.topk_weights = needed.take("topk_weights");
-  arguments.routing.ids = needed.take("topk_ids");
+void parse_routing(RequiredTensors& required, LayerArguments& arguments) {
+  arguments.routing.topk_weights = required.next("topk_weights");
+  arguments.routing.ids = required.next("topk_ids");
 }
 
 using Sizes = std::initializer_list<int64_t>;
@@ -79,18 +79,18 @@ void check_packed(Mxfp4Arguments& arguments, const First& x) {
 
 }  // namespace
 
-ScaledArguments take_scaled(host::Arguments& given) {
+ScaledArguments parse_scaled(host::Arguments& inputs) {
   ScaledArguments arguments;
-  Needed needed(given);
+  RequiredTensors required(inputs);
   SortArguments& routing = arguments.routing;
   LayerShape& shape = arguments.shape;
-  take_weights(needed, arguments);
-  arguments.w13_scale = needed.take("w13_scale");
-  arguments.w2_scale = needed.take("w2_scale");
-  take_routing(needed, arguments);
-  given.optional_tensors(arguments.x_scale, routing.expert_map, arguments.shared);
-  shape.activation = activation_of(given.text());
-  needed.check();
+  parse_weights(required, arguments);
+  arguments.w13_scale = required.next("w13_scale");
+  arguments.w2_scale = required.next("w2_scale");
+  parse_routing(required, arguments);
+  inputs.optional_tensors(arguments.x_scale, routing.expert_map, arguments.shared);
+  shape.activation = activation_of(inputs.text());
+  required.check();
   const First x{arguments.x, "x"};
   for (const auto& [tensor, name] : {std::pair(&arguments.w13, "w13"), std::pair(&arguments.w2, "w2")}) {
     check_device(*tensor, name, x);
@@ -127,19 +127,19 @@ ScaledArguments take_scaled(host::Arguments& given) {
   return arguments;
 }
 
-Mxfp4Arguments take_mxfp4(host::Arguments& given) {
+Mxfp4Arguments parse_mxfp4(host::Arguments& inputs) {
   Mxfp4Arguments arguments;
-  Needed needed(given);
+  RequiredTensors required(inputs);
   SortArguments& routing = arguments.routing;
   LayerShape& shape = arguments.shape;
-  take_weights(needed, arguments);
-  given.optional_tensors(arguments.w13_scale, arguments.w2_scale);
-  take_routing(needed, arguments);
-  given.optional_tensors(arguments.b13, arguments.b2, routing.expert_map, arguments.shared);
-  const std::string activation = given.text(), layout = given.text();
+  parse_weights(required, arguments);
+  inputs.optional_tensors(arguments.w13_scale, arguments.w2_scale);
+  parse_routing(required, arguments);
+  inputs.optional_tensors(arguments.b13, arguments.b2, routing.expert_map, arguments.shared);
+  const std::string activation = inputs.text(), layout = inputs.text();
   shape.activation = activation_of(activation);
   shape.is_interleaved = is_interleaved_of(layout);
-  needed.check();
+  required.check();
   const First x{arguments.x, "x"};
   const int32_t dtype = arguments.x.dtype();
   if (dtype != aoti_torch_dtype_bfloat16()) violate("moe.mxfp4_x", {{"found", describe_dtype(dtype)}});

@@ -33,9 +33,6 @@ struct Cuda {
   static constexpr auto grouped_gradient = &grouped_gradient_cuda;
 };
 
-Tensor empty_on(const Common& common, std::initializer_list<int64_t> sizes, int32_t dtype) {
-  return host::empty(sizes, dtype, common.device_type, common.device_index);
-}
 Tensor empty_ints(const Common& common, std::initializer_list<int64_t> sizes) {
   return empty_on(common, sizes, aoti_torch_dtype_int32());
 }
@@ -47,10 +44,6 @@ Tensor empty_rows(const Common& common, std::initializer_list<int64_t> sizes) {
   return empty_on(common, sizes, common.torch_dtype);
 }
 
-void zero(const Tensor& tensor) {
-  if (tensor.is_given()) host::check_shim(aoti_torch_zero_(tensor.get()), "zero_");
-}
-
 SortOutputs allocate_sorted(const Common& common, int64_t slots, int64_t experts) {
   return {empty_ints(common, {experts + 1}), empty_ints(common, {slots}), empty_ints(common, {slots}),
           empty_floats(common, {slots})};
@@ -59,8 +52,8 @@ SortOutputs allocate_sorted(const Common& common, int64_t slots, int64_t experts
 template <class Backend>
 void boxed_route(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("topk_route", num_arguments, 8, num_outputs, 3);
-  host::Arguments given(stack);
-  const RouteArguments arguments = take_route(given);
+  host::Arguments inputs(stack);
+  const RouteArguments arguments = parse_route(inputs);
   RouteOutputs outputs{empty_floats(arguments.common, {arguments.tokens, arguments.top_k}),
                        empty_ints(arguments.common, {arguments.tokens, arguments.top_k}),
                        empty_ints(arguments.common, {arguments.experts})};
@@ -85,8 +78,8 @@ void give_sorted(StableIValue* stack, SortOutputs sorted) {
 template <class Backend>
 void boxed_sort(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("moe_sort", num_arguments, 4, num_outputs, 4);
-  host::Arguments given(stack);
-  const SortArguments arguments = take_sort(given);
+  host::Arguments inputs(stack);
+  const SortArguments arguments = parse_sort(inputs);
   SortOutputs sorted = allocate_sorted(arguments.common, arguments.slots, arguments.experts);
   host::set_last_kernel("");
   if (arguments.slots > 0) {
@@ -112,13 +105,13 @@ void run_layer(const LayerArguments& arguments, const LayerOutputs& outputs) {
 template <class Backend>
 void boxed_layer(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe", num_arguments, kLayerArguments + 1, num_outputs, 6);
-  host::Arguments given(stack);
-  const LayerArguments arguments = take_layer(given);
+  host::Arguments inputs(stack);
+  const LayerArguments arguments = parse_layer(inputs);
   const Common& common = arguments.common;
   const LayerShape& shape = arguments.shape;
   LayerOutputs outputs;
   outputs.out = empty_rows(common, {shape.tokens, shape.hidden});
-  const bool keep = given.flag();
+  const bool keep = inputs.flag();
   if (keep) {
     outputs.preactivation = empty_rows(common, {shape.slots, 2 * shape.intermediate});
     outputs.sorted = allocate_sorted(common, shape.slots, shape.experts);
@@ -137,8 +130,8 @@ void boxed_layer(StableIValue* stack, uint64_t num_arguments, uint64_t num_outpu
 template <class Backend>
 void boxed_inference(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_inference", num_arguments, kLayerArguments, num_outputs, 1);
-  host::Arguments given(stack);
-  const LayerArguments arguments = take_layer(given);
+  host::Arguments inputs(stack);
+  const LayerArguments arguments = parse_layer(inputs);
   LayerOutputs outputs;
   outputs.out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});
   run_layer<Backend>(arguments, outputs);
@@ -148,10 +141,10 @@ void boxed_inference(StableIValue* stack, uint64_t num_arguments, uint64_t num_o
 template <class Backend>
 void boxed_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_out", num_arguments, 1 + kLayerArguments, num_outputs, 0);
-  host::Arguments given(stack);
+  host::Arguments inputs(stack);
   LayerOutputs outputs;
-  outputs.out = given.tensor();
-  const LayerArguments arguments = take_layer(given);
+  outputs.out = inputs.tensor();
+  const LayerArguments arguments = parse_layer(inputs);
   check_out(arguments, outputs.out);
   run_layer<Backend>(arguments, outputs);
 }
@@ -176,8 +169,8 @@ template <class Backend, bool kConsumes>
 void boxed_layer_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts(kConsumes ? "_fused_moe_backward_consuming" : "_fused_moe_backward", num_arguments, 15,
                      num_outputs, 6);
-  host::Arguments given(stack);
-  LayerBackwardArguments arguments = take_layer_backward(given);
+  host::Arguments inputs(stack);
+  LayerBackwardArguments arguments = parse_layer_backward(inputs);
   arguments.consumes = kConsumes;
   LayerGradients gradients = allocate_gradients(arguments);
   host::set_last_kernel("");
@@ -195,8 +188,8 @@ void boxed_layer_backward(StableIValue* stack, uint64_t num_arguments, uint64_t 
 template <class Backend>
 void boxed_mxfp4(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_mxfp4", num_arguments, 13, num_outputs, 1);
-  host::Arguments given(stack);
-  Mxfp4Arguments arguments = take_mxfp4(given);
+  host::Arguments inputs(stack);
+  Mxfp4Arguments arguments = parse_mxfp4(inputs);
   Tensor out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});
   host::set_last_kernel("");
   if (arguments.shape.slots > 0) Backend::mxfp4(std::move(arguments), out);
@@ -206,8 +199,8 @@ void boxed_mxfp4(StableIValue* stack, uint64_t num_arguments, uint64_t num_outpu
 template <class Backend>
 void boxed_grouped(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("grouped_mm", num_arguments, 3, num_outputs, 1);
-  host::Arguments given(stack);
-  const GroupedArguments arguments = take_grouped(given);
+  host::Arguments inputs(stack);
+  const GroupedArguments arguments = parse_grouped(inputs);
   Tensor out = empty_rows(arguments.common, {arguments.rows, arguments.b.n});
   host::set_last_kernel("");
   if (arguments.rows > 0) Backend::grouped(arguments, out);
@@ -217,8 +210,8 @@ void boxed_grouped(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
 template <class Backend>
 void boxed_grouped_gradient(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_grouped_mm_2d2d", num_arguments, 3, num_outputs, 1);
-  host::Arguments given(stack);
-  const GroupedGradientArguments arguments = take_grouped_gradient(given);
+  host::Arguments inputs(stack);
+  const GroupedGradientArguments arguments = parse_grouped_gradient(inputs);
   Tensor out = empty_rows(arguments.common, {arguments.experts, arguments.a.sizes()[1], arguments.b.sizes()[1]});
   host::set_last_kernel("");
   if (arguments.rows > 0) {
@@ -230,33 +223,33 @@ void boxed_grouped_gradient(StableIValue* stack, uint64_t num_arguments, uint64_
 }
 
 // Argument checks for tracers.
-template <auto kTake>
-void take_only(host::Arguments& given) {
-  kTake(given);
+template <auto kParse>
+void parse_only(host::Arguments& inputs) {
+  kParse(inputs);
 }
 const host::ArgumentCheck kChecks[] = {
-    {"topk_route", take_only<take_route>},
-    {"moe_sort", take_only<take_sort>},
-    {"_fused_moe_inference", take_only<take_layer>},
+    {"topk_route", parse_only<parse_route>},
+    {"moe_sort", parse_only<parse_sort>},
+    {"_fused_moe_inference", parse_only<parse_layer>},
     {"_fused_moe_out",
-     [](host::Arguments& given) {
-       const Tensor out = given.tensor();
-       check_out(take_layer(given), out);
+     [](host::Arguments& inputs) {
+       const Tensor out = inputs.tensor();
+       check_out(parse_layer(inputs), out);
      }},
-    {"grouped_mm", take_only<take_grouped>},
-    {"_grouped_mm_2d2d", take_only<take_grouped_gradient>},
-    {"_fused_moe_scaled", [](host::Arguments& given) { check_blocks(take_scaled(given).shape); }},
-    {"_fused_moe_scaled_torch", take_only<take_scaled>},
-    {"_fused_moe_mxfp4", take_only<take_mxfp4>},
+    {"grouped_mm", parse_only<parse_grouped>},
+    {"_grouped_mm_2d2d", parse_only<parse_grouped_gradient>},
+    {"_fused_moe_scaled", [](host::Arguments& inputs) { check_blocks(parse_scaled(inputs).shape); }},
+    {"_fused_moe_scaled_torch", parse_only<parse_scaled>},
+    {"_fused_moe_mxfp4", parse_only<parse_mxfp4>},
     {"_fused_moe_mxfp4_out",  // as the next one
-     [](host::Arguments& given) {
-       const Tensor out = given.tensor();
-       check_out(take_mxfp4(given), out);
+     [](host::Arguments& inputs) {
+       const Tensor out = inputs.tensor();
+       check_out(parse_mxfp4(inputs), out);
      }},
     {"_fused_moe_scaled_out",  // not an operator: checks the out to which fused_moe copies its result
-     [](host::Arguments& given) {
-       const Tensor out = given.tensor();
-       check_out(take_scaled(given), out);
+     [](host::Arguments& inputs) {
+       const Tensor out = inputs.tensor();
+       check_out(parse_scaled(inputs), out);
      }},
 };
 
@@ -278,8 +271,8 @@ void register_backend(Library& library) {
 
 void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_scaled", num_arguments, 11, num_outputs, 1);
-  host::Arguments given(stack);
-  const ScaledArguments arguments = take_scaled(given);
+  host::Arguments inputs(stack);
+  const ScaledArguments arguments = parse_scaled(inputs);
   check_blocks(arguments.shape);
   LayerOutputs outputs;
   outputs.out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});

@@ -40,13 +40,14 @@ class QuantizeRows {
     params_.columns = static_cast<int32_t>(columns);
   }
 
-  // is_early: the previous kernel of the list does not write x.
-  void add(CallList& list, const host::Workspace& workspace, const void* x, int64_t stride, bool is_early) {
+  // overlaps_previous_grid: the previous kernel of the list does not write x.
+  void add(CallList& list, const host::Workspace& workspace, const void* x, int64_t stride,
+           bool overlaps_previous_grid) {
     params_.x = x;
     params_.x_stride = stride;
     params_.values = workspace.address<void>(values_);
     params_.scales = workspace.address<float>(scales_);
-    params_.is_early = is_early ? 1 : 0;
+    params_.overlaps_previous_grid = overlaps_previous_grid ? 1 : 0;
     const int64_t blocks = int64_t{params_.rows} * params_.columns / kScaleBlock;
     list.add(kernel_, ceil_div(blocks, kernel_.threads / 16), &params_);
   }
@@ -69,7 +70,7 @@ ScaledGemm make_scaled_gemm(Product product, host::KernelRequest request, int64_
   // The gated product's kernel has no 16-bit tensor: the table lists it as bf16.
   if (product != Product::kScaled) request.dtype = Dtype::kBFloat16;
   const int64_t* sizes = weights.sizes();
-  ScaledGemm made(product, select_product({request, product, Memory::kNk, slots, experts, sizes[1], sizes[2]}));
+  ScaledGemm made(product, select_product({request, product, WeightLayout::kNk, slots, experts, sizes[1], sizes[2]}));
   GemmParams& gemm = made.params.gemm;
   gemm.b = weights.data();
   gemm.b_stride = weights.strides()[1] / 2;
@@ -100,23 +101,23 @@ void scaled_cuda(const ScaledArguments& arguments, const LayerOutputs& outputs) 
   const Product gated_product = outputs.is_for_backward() ? Product::kScaledGatedKept : Product::kScaledGated;
   ScaledGemm gated = make_scaled_gemm(gated_product, request, shape.slots, shape.experts, w13, arguments.w13_scale);
   ScaledGemm down = make_scaled_gemm(Product::kScaled, request, shape.slots, shape.experts, w2, arguments.w2_scale);
-  const Kernel& combine = select_step(request, Step::kCombine);
+  const Kernel& combine = select_op(request, Op::kCombine);
   const bool has_few_rows = is_for_few_rows(gated.kernel());  // then h is float32
 
   const host::CudaCall call(gpu);
-  std::optional<SortedWorkspace> own_sorted;
-  if (!outputs.is_for_backward()) own_sorted.emplace(workspace, shape.slots, shape.experts);
+  std::optional<SortedWorkspace> local_sorted;
+  if (!outputs.is_for_backward()) local_sorted.emplace(workspace, shape.slots, shape.experts);
   std::optional<QuantizeRows> of_x, of_h;
-  if (quantizes) of_x.emplace(select_step(request, Step::kQuantize), shape.tokens, shape.hidden, workspace);
+  if (quantizes) of_x.emplace(select_op(request, Op::kQuantize), shape.tokens, shape.hidden, workspace);
   if (has_few_rows) {
-    of_h.emplace(select_step(request, Step::kQuantizeFloat), shape.slots, shape.intermediate, workspace);
+    of_h.emplace(select_op(request, Op::kQuantizeFloat), shape.slots, shape.intermediate, workspace);
   }
   const int64_t h_numbers = shape.slots * shape.intermediate;
   const int64_t h = has_few_rows ? workspace.add<float>(h_numbers) : workspace.add<uint8_t>(h_numbers);
   const int64_t h_scales = workspace.add<float>(has_few_rows ? 0 : h_numbers / kScaleBlock);
   const int64_t down_rows = workspace.add<uint16_t>(shape.slots * shape.hidden);
   workspace.allocate(call);
-  const Sorted sorted = own_sorted.has_value() ? own_sorted->pointers(workspace) : pointers_of(outputs.sorted);
+  const Sorted sorted = local_sorted.has_value() ? local_sorted->pointers(workspace) : pointers_of(outputs.sorted);
   void* const h_rows = workspace.address<void>(h);
   void* const y = workspace.address<void>(down_rows);
 
@@ -126,7 +127,7 @@ void scaled_cuda(const ScaledArguments& arguments, const LayerOutputs& outputs) 
   Rows x_rows = token_rows(x, sorted.row_slots);
   const float* x_scales = static_cast<const float*>(data_or_null(arguments.x_scale));
   if (of_x.has_value()) {
-    of_x->add(list, workspace, x.data(), x.strides()[0], /*is_early=*/true);
+    of_x->add(list, workspace, x.data(), x.strides()[0], /*overlaps_previous_grid=*/true);
     x_rows = {of_x->values(), shape.hidden, shape.hidden, sorted.row_slots};
     x_scales = of_x->scales();
   }
@@ -141,13 +142,13 @@ void scaled_cuda(const ScaledArguments& arguments, const LayerOutputs& outputs) 
   const void* h_values = h_rows;
   const float* scales_of_h = gated.params.d_scale;
   if (of_h.has_value()) {
-    of_h->add(list, workspace, h_rows, shape.intermediate, /*is_early=*/false);
+    of_h->add(list, workspace, h_rows, shape.intermediate, /*overlaps_previous_grid=*/false);
     h_values = of_h->values();
     scales_of_h = of_h->scales();
   }
   set_layer(down.params.gemm, shape, sorted);
   set_scaled_operands(down.params, sorted_rows(h_values, shape.intermediate), scales_of_h, y, shape.hidden);
-  down.params.is_early = 1;
+  down.params.overlaps_previous_grid = 1;
   down.add(list);
 
   const CombineParams combined = combine_params(shape, sorted, shared, outputs.out, y);

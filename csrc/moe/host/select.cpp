@@ -15,14 +15,14 @@ using host::KernelList;
 using host::KernelRequest;
 
 constexpr int32_t kNumProducts = 12;
-constexpr int32_t kNumSteps = 14;
+constexpr int32_t kNumOps = 14;
 
 // Indexed by Product.
 struct ProductName {
   const char* operation;
   const char* few_rows;  // null: none
-  bool has_memory;
-  const char* words;  // for error messages
+  bool has_layout;
+  const char* description;  // for error messages
 };
 constexpr std::array<ProductName, kNumProducts> kProducts{
     {{"grouped_gemm", "grouped_gemm_few_rows", true, "a grouped matrix product"},
@@ -42,13 +42,13 @@ constexpr std::array<ProductName, kNumProducts> kProducts{
       "a gated grouped matrix product of float8_e4m3fn for training"}}};
 
 // Indexed by Step.
-struct StepName {
+struct OpName {
   const char* operation;
-  int32_t word;    // on the operation's axis; host::kNoAxis if it has none
-  bool has_dtype;  // else its tensors' dtypes are parameters, and the table lists it once, as float32
-  const char* words;
+  int32_t axis_value;  // on the operation's axis; host::kNoAxis if it has none
+  bool has_dtype;      // else its tensors' dtypes are parameters, and the table lists it once, as float32
+  const char* description;
 };
-constexpr std::array<StepName, kNumSteps> kSteps{
+constexpr std::array<OpName, kNumOps> kOps{
     {{"moe_route", host::kNoAxis, false, "routing"},
      {"moe_sort", 0, false, "sorting by expert"},
      {"moe_sort", 1, false, "sorting by expert"},
@@ -76,11 +76,11 @@ using FamilyList = std::vector<FamilyTiles>;  // best first
 
 double rows_of(const Kernel& kernel) { return kernel.has_cost ? kernel.cost[cost::kRows] : 0.0; }
 
-std::vector<const Kernel*> find_tiles(const char* operation, const char* family, host::Dtype dtype, int32_t memory,
+std::vector<const Kernel*> find_tiles(const char* operation, const char* family, host::Dtype dtype, int32_t layout,
                                       const KernelList& kernels) {
   std::vector<const Kernel*> found;
   for (const Kernel* kernel : kernels) {
-    if (kernel->dtype == dtype && kernel->axes[0] == memory && equal(kernel->operation, operation) &&
+    if (kernel->dtype == dtype && kernel->axes[0] == layout && equal(kernel->operation, operation) &&
         equal(kernel->family, family)) {
       found.push_back(kernel);
     }
@@ -97,13 +97,13 @@ std::vector<const Kernel*> find_tiles(const char* operation, const char* family,
 
 FamilyList resolve_families(const ProductInput& input) {
   const ProductName& name = kProducts[static_cast<std::size_t>(input.product)];
-  const int32_t memory = name.has_memory ? static_cast<int32_t>(input.memory) : host::kNoAxis;
+  const int32_t layout = name.has_layout ? static_cast<int32_t>(input.layout) : host::kNoAxis;
   const host::Dtype dtype = input.request.dtype;
   const KernelList& kernels = host::loadable_kernels(input.request.capability);
   FamilyList result;
   for (const char* const* family = host::families_of(input.request.capability); *family != nullptr; ++family) {
-    FamilyTiles found{*family, {}, find_tiles(name.operation, *family, dtype, memory, kernels)};
-    if (name.few_rows != nullptr) found.few_rows = find_tiles(name.few_rows, *family, dtype, memory, kernels);
+    FamilyTiles found{*family, {}, find_tiles(name.operation, *family, dtype, layout, kernels)};
+    if (name.few_rows != nullptr) found.few_rows = find_tiles(name.few_rows, *family, dtype, layout, kernels);
     if (!found.tiles.empty() || !found.few_rows.empty()) result.push_back(std::move(found));
   }
   return result;
@@ -111,8 +111,8 @@ FamilyList resolve_families(const ProductInput& input) {
 
 // resolve_families, cached: searching the whole table takes longer than the rest of the selection.
 const FamilyList& families_for(const ProductInput& input) {
-  thread_local std::map<std::tuple<int32_t, host::Dtype, Product, Memory>, FamilyList> remembered;
-  const auto key = std::tuple(input.request.capability, input.request.dtype, input.product, input.memory);
+  thread_local std::map<std::tuple<int32_t, host::Dtype, Product, WeightLayout>, FamilyList> remembered;
+  const auto key = std::tuple(input.request.capability, input.request.dtype, input.product, input.layout);
   const auto found = remembered.find(key);
   return found != remembered.end() ? found->second : remembered.emplace(key, resolve_families(input)).first->second;
 }
@@ -120,7 +120,7 @@ const FamilyList& families_for(const ProductInput& input) {
 // The smallest tile for that many rows and that k; null if none is large enough.
 const Kernel* sufficient(const std::vector<const Kernel*>& tiles, double rows, int64_t k) {
   for (const Kernel* kernel : tiles) {
-    if (rows <= rows_of(*kernel) && static_cast<double>(k) >= kernel->cost[cost::kLeastK]) return kernel;
+    if (rows <= rows_of(*kernel) && static_cast<double>(k) >= kernel->cost[cost::kMinK]) return kernel;
   }
   return nullptr;
 }
@@ -179,13 +179,13 @@ const Kernel* with_shorter_waves(const Kernel* kernel, const std::vector<const K
   return best;
 }
 
-const Kernel* find_step(const KernelRequest& request, Step step) {
-  const StepName& name = kSteps[static_cast<std::size_t>(step)];
+const Kernel* find_op(const KernelRequest& request, Op op) {
+  const OpName& name = kOps[static_cast<std::size_t>(op)];
   const host::Dtype dtype = name.has_dtype ? request.dtype : host::Dtype::kFloat32;
   const KernelList& kernels = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     for (const Kernel* kernel : kernels) {
-      if (kernel->dtype == dtype && kernel->axes[0] == name.word && equal(kernel->operation, name.operation) &&
+      if (kernel->dtype == dtype && kernel->axes[0] == name.axis_value && equal(kernel->operation, name.operation) &&
           equal(kernel->family, *family)) {
         return kernel;
       }
@@ -212,7 +212,7 @@ const Kernel& select_product(const ProductInput& input) {
     if (kernel == nullptr) kernel = family.tiles.back();
     return *with_shorter_waves(with_less_waste(kernel, family.tiles, input, rows), family.tiles, input, rows);
   }
-  host::refuse(input.request, kProducts[static_cast<std::size_t>(input.product)].words);
+  host::refuse(input.request, kProducts[static_cast<std::size_t>(input.product)].description);
 }
 
 bool is_for_few_rows(const Kernel& kernel) {
@@ -221,11 +221,11 @@ bool is_for_few_rows(const Kernel& kernel) {
   });
 }
 
-const Kernel& select_step(const KernelRequest& request, Step step) {
-  thread_local std::map<std::tuple<int32_t, host::Dtype, Step>, const Kernel*> remembered;
-  const Kernel*& known = remembered[{request.capability, request.dtype, step}];
-  if (known == nullptr) known = find_step(request, step);
-  if (known == nullptr) host::refuse(request, kSteps[static_cast<std::size_t>(step)].words);
+const Kernel& select_op(const KernelRequest& request, Op op) {
+  thread_local std::map<std::tuple<int32_t, host::Dtype, Op>, const Kernel*> remembered;
+  const Kernel*& known = remembered[{request.capability, request.dtype, op}];
+  if (known == nullptr) known = find_op(request, op);
+  if (known == nullptr) host::refuse(request, kOps[static_cast<std::size_t>(op)].description);
   return *known;
 }
 

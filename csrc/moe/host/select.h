@@ -11,7 +11,7 @@ namespace moe {
 
 using host::Kernel;
 
-// The grouped products, and the memory layouts of the weights, in the order of the words of the axis `weights` in
+// The grouped products, and the memory layouts of the weights, in the order of the values of the axis `weights` in
 // operations.toml.
 enum class Product : int32_t {
   kPlain,
@@ -27,20 +27,20 @@ enum class Product : int32_t {
   kScaledWeightGradient,
   kScaledGatedKept
 };
-enum class Memory : int32_t { kNk, kKn, kKnPairs };
+enum class WeightLayout : int32_t { kNk, kKn, kKnPairs };
 
-// Indices into Kernel::cost: the most rows per expert for which the tile is the right one, (few rows only) the least k,
+// Indices into Kernel::cost: the most rows per expert for which the tile is the right one, (few rows only) the smallest k,
 // and (packed weights only) the time of a wave of tiles.
 namespace cost {
-enum : int32_t { kRows, kLeastK, kWave };
+enum : int32_t { kRows, kMinK, kWave };
 }
 
 struct ProductInput {
   host::KernelRequest request;
   Product product;
-  Memory memory;    // ignored for the weight gradient and for products of weights with scales
-  int64_t slots;    // upper bound of the rows: what the host knows without waiting for the device
-  int64_t experts;  // of this layer
+  WeightLayout layout;  // ignored for the weight gradient and for products of weights with scales
+  int64_t slots;        // upper bound of the rows: what the host knows without waiting for the device
+  int64_t experts;      // of this layer
   // Product: columns of the result, length of the sums. Weight gradient: rows and columns of the result.
   int64_t n;
   int64_t k;
@@ -56,7 +56,7 @@ bool is_for_few_rows(const Kernel& kernel);
 
 // The kernels around the products. They exist in one form for all GPUs that can run them, so a forced family does not
 // matter.
-enum class Step : int32_t {
+enum class Op : int32_t {
   kRoute,
   kSortOne,
   kSortCount,
@@ -74,7 +74,7 @@ enum class Step : int32_t {
 };
 
 // Throws as host::refuse() says.
-const Kernel& select_step(const host::KernelRequest& request, Step step);
+const Kernel& select_op(const host::KernelRequest& request, Op op);
 
 }  // namespace moe
 }  // namespace flashmoe

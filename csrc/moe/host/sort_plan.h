@@ -7,13 +7,13 @@
 namespace flashmoe::moe {
 
 constexpr int64_t kOneBlockSlots = 1024;  // up to this many, one block sorts everything
-constexpr int64_t kSortBlockSlots = 256;  // least slots per block if there are several
-constexpr int64_t kMostSortBlocks = 128;  // each block adds up the counts of all others
+constexpr int64_t kSortBlockSlots = 256;  // minimum slots per block if there are several
+constexpr int64_t kMaxSortBlocks = 128;   // each block adds up the counts of all others
 
 // 1: launch the step one. More: launch count, then place, with this grid.
 inline int64_t sort_blocks(int64_t slots) {
   if (slots <= kOneBlockSlots) return 1;
-  return std::min(kMostSortBlocks, (slots + kSortBlockSlots - 1) / kSortBlockSlots);
+  return std::min(kMaxSortBlocks, (slots + kSortBlockSlots - 1) / kSortBlockSlots);
 }
 
 // int32 elements of SortParams::block_counts; needs no initial value.

@@ -48,7 +48,7 @@ class ScaledBackwardCall {
   uint8_t* values(const Operand& operand) const { return workspace_.address<uint8_t>(operand.values); }
   float* scales(const Operand& operand) const { return workspace_.address<float>(operand.scales); }
 
-  void add_tiles(QuantizeTilesParams& params, Step step, const Tensor& tokens) {
+  void add_tiles(QuantizeTilesParams& params, Op op, const Tensor& tokens) {
     params.x = tokens.data();
     params.x_stride = tokens.strides()[0];
     params.expert_offsets = sorted_.expert_offsets;
@@ -57,7 +57,7 @@ class ScaledBackwardCall {
     params.experts = static_cast<int32_t>(shape_.experts);
     params.top_k = static_cast<int32_t>(shape_.top_k);
     params.columns = static_cast<int32_t>(shape_.hidden);
-    list_.add(select_step(request_, step), blocks_ * (shape_.hidden / kScaleBlock), &params, !list_.is_empty());
+    list_.add(select_op(request_, op), blocks_ * (shape_.hidden / kScaleBlock), &params, !list_.is_empty());
   }
 
   void add_product(ScaledGemm& product, const Operand& a, int64_t k, void* d, int64_t n) {
@@ -70,8 +70,8 @@ class ScaledBackwardCall {
                            const Tensor& gradient) {
     const int64_t* sizes = gradient.sizes();
     product.emplace(Product::kScaledWeightGradient,
-                    select_product({request_, Product::kScaledWeightGradient, Memory::kNk, shape_.slots, shape_.experts,
-                                    sizes[1], sizes[2]}));
+                    select_product({request_, Product::kScaledWeightGradient, WeightLayout::kNk, shape_.slots,
+                                    shape_.experts, sizes[1], sizes[2]}));
     ScaledGemmParams& params = product->params;
     GemmParams& gemm = params.gemm;
     set_layer(gemm, shape_, sorted_);
@@ -126,7 +126,7 @@ void ScaledBackwardCall::run() {
     of_dout_.transposed = values(dout_columns);
     of_dout_.transposed_scales = scales(dout_columns);
   }
-  add_tiles(of_dout_, Step::kQuantizeGradients, dout_);
+  add_tiles(of_dout_, Op::kQuantizeGradients, dout_);
   add_product(ds, dout, hidden, workspace_.address<void>(s), inner);
 
   gated_.preactivation = arguments_.preactivation.data();
@@ -151,7 +151,7 @@ void ScaledBackwardCall::run() {
   gated_.slots = static_cast<int32_t>(shape_.slots);
   gated_.columns = static_cast<int32_t>(inner);
   gated_.activation = shape_.activation;
-  list_.add(select_step(request_, Step::kGatedGradient), blocks_ * (inner / kScaleBlock), &gated_);
+  list_.add(select_op(request_, Op::kGatedGradient), blocks_ * (inner / kScaleBlock), &gated_);
 
   if (needs_dw2) add_weight_gradient(dw2_, dout_columns, active, gradients_.dw2);
   void* const rows = workspace_.address<void>(dx_rows);
@@ -163,12 +163,12 @@ void ScaledBackwardCall::run() {
   if (needs_rows()) {
     combine_ =
         combine_backward_params(shape_, sorted_, gradients_, Tensor(), dout_, rows, gated_.row_dots, kScaleBlock);
-    add_combine(list_, select_step(request_, Step::kCombineBackward), combine_);
+    add_combine(list_, select_op(request_, Op::kCombineBackward), combine_);
   }
   if (needs_dw13) {
     of_x_.transposed = values(x);
     of_x_.transposed_scales = scales(x);
-    add_tiles(of_x_, Step::kQuantizeTokens, x_);
+    add_tiles(of_x_, Op::kQuantizeTokens, x_);
     add_weight_gradient(dw13_, dz_columns, x, gradients_.dw13);
   }
   list_.run();
@@ -183,7 +183,7 @@ void scaled_backward_cuda(const ScaledBackwardArguments& arguments, const LayerG
 
 void quantize_weights_cuda(const QuantizeWeightsArguments& arguments, const QuantizedWeights& outputs) {
   const host::Device& gpu = host::device(arguments.common.device_index);
-  const Kernel& kernel = select_step(host::make_request(gpu, arguments.common.dtype), Step::kQuantizeWeights);
+  const Kernel& kernel = select_op(host::make_request(gpu, arguments.common.dtype), Op::kQuantizeWeights);
   const int64_t* sizes = arguments.weights.sizes();
   QuantizeTilesParams params{};
   params.x = arguments.weights.data();

@@ -23,11 +23,11 @@ void check_multiple(int64_t size, const char* what) {
 
 }  // namespace
 
-QuantizeWeightsArguments take_quantize_weights(host::Arguments& given) {
+QuantizeWeightsArguments parse_quantize_weights(host::Arguments& inputs) {
   QuantizeWeightsArguments arguments;
-  Needed needed(given);
-  Tensor& weights = arguments.weights = needed.take("weights");
-  needed.check();
+  RequiredTensors required(inputs);
+  Tensor& weights = arguments.weights = required.next("weights");
+  required.check();
   arguments.common = bfloat16_of(weights, "weights");
   check_rank(weights, "weights", 3, "[experts, n, k]");
   check_experts(weights.sizes()[0], "moe.experts");
@@ -37,26 +37,26 @@ QuantizeWeightsArguments take_quantize_weights(host::Arguments& given) {
   return arguments;
 }
 
-ScaledBackwardArguments take_scaled_backward(host::Arguments& given) {
+ScaledBackwardArguments parse_scaled_backward(host::Arguments& inputs) {
   ScaledBackwardArguments arguments;
-  Needed needed(given);
+  RequiredTensors required(inputs);
   SortOutputs& sorted = arguments.sorted;
   LayerShape& shape = arguments.shape;
-  arguments.dout = needed.take("grad_out");
-  arguments.x = needed.take("x");
-  arguments.w13 = needed.take("w13");
-  arguments.w2 = needed.take("w2");
-  arguments.w13_scale = needed.take("w13_scale");
-  arguments.w2_scale = needed.take("w2_scale");
-  arguments.preactivation = needed.take("preactivation");
-  sorted.expert_offsets = needed.take("expert_offsets");
-  sorted.row_slots = needed.take("row_slots");
-  sorted.slot_rows = needed.take("slot_rows");
-  sorted.row_weights = needed.take("row_weights");
-  const std::string activation = given.text();
-  arguments.needs = given.integer();
+  arguments.dout = required.next("grad_out");
+  arguments.x = required.next("x");
+  arguments.w13 = required.next("w13");
+  arguments.w2 = required.next("w2");
+  arguments.w13_scale = required.next("w13_scale");
+  arguments.w2_scale = required.next("w2_scale");
+  arguments.preactivation = required.next("preactivation");
+  sorted.expert_offsets = required.next("expert_offsets");
+  sorted.row_slots = required.next("row_slots");
+  sorted.slot_rows = required.next("slot_rows");
+  sorted.row_weights = required.next("row_weights");
+  const std::string activation = inputs.text();
+  arguments.needs = inputs.integer();
   shape.activation = activation_of(activation);
-  needed.check();
+  required.check();
   const First x{arguments.x, "x"};
   const Common& common = arguments.common = bfloat16_of(arguments.x, "x");
   check_rank(arguments.x, "x", 2, "[tokens, hidden]");

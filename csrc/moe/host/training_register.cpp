@@ -13,16 +13,8 @@ namespace {
 
 using host::give;
 
-Tensor empty_on(const Common& common, std::initializer_list<int64_t> sizes, int32_t dtype) {
-  return host::empty(sizes, dtype, common.device_type, common.device_index);
-}
-
-void zero(const Tensor& tensor) {
-  if (tensor.is_given()) host::check_shim(aoti_torch_zero_(tensor.get()), "zero_");
-}
-
-ScaledArguments take_scaled_kept(host::Arguments& given) {
-  ScaledArguments arguments = take_scaled(given);
+ScaledArguments parse_scaled_kept(host::Arguments& inputs) {
+  ScaledArguments arguments = parse_scaled(inputs);
   check_blocks(arguments.shape);
   const int32_t dtype = arguments.x.dtype();
   if (dtype != aoti_torch_dtype_bfloat16()) violate("moe.fp8_dtype", {{"name", "x"}, {"found", describe_dtype(dtype)}});
@@ -31,17 +23,17 @@ ScaledArguments take_scaled_kept(host::Arguments& given) {
 
 // Argument checks for tracers.
 const host::ArgumentCheck kChecks[] = {
-    {"_fused_moe_scaled_kept", [](host::Arguments& given) { take_scaled_kept(given); }},
-    {"_fused_moe_scaled_backward", [](host::Arguments& given) { take_scaled_backward(given); }},
-    {"_quantize_weights", [](host::Arguments& given) { take_quantize_weights(given); }},
+    {"_fused_moe_scaled_kept", [](host::Arguments& inputs) { parse_scaled_kept(inputs); }},
+    {"_fused_moe_scaled_backward", [](host::Arguments& inputs) { parse_scaled_backward(inputs); }},
+    {"_quantize_weights", [](host::Arguments& inputs) { parse_quantize_weights(inputs); }},
 };
 
 }  // namespace
 
 void boxed_scaled_kept(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_scaled_kept", num_arguments, 11, num_outputs, 6);
-  host::Arguments given(stack);
-  const ScaledArguments arguments = take_scaled_kept(given);
+  host::Arguments inputs(stack);
+  const ScaledArguments arguments = parse_scaled_kept(inputs);
   const Common& common = arguments.common;
   const LayerShape& shape = arguments.shape;
   LayerOutputs outputs;
@@ -63,8 +55,8 @@ void boxed_scaled_kept(StableIValue* stack, uint64_t num_arguments, uint64_t num
 
 void boxed_scaled_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_scaled_backward", num_arguments, 13, num_outputs, 4);
-  host::Arguments given(stack);
-  const ScaledBackwardArguments arguments = take_scaled_backward(given);
+  host::Arguments inputs(stack);
+  const ScaledBackwardArguments arguments = parse_scaled_backward(inputs);
   const Common& common = arguments.common;
   const LayerShape& shape = arguments.shape;
   const int32_t dtype = common.torch_dtype;
@@ -91,8 +83,8 @@ void boxed_scaled_backward(StableIValue* stack, uint64_t num_arguments, uint64_t
 
 void boxed_quantize_weights(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_quantize_weights", num_arguments, 1, num_outputs, 4);
-  host::Arguments given(stack);
-  const QuantizeWeightsArguments arguments = take_quantize_weights(given);
+  host::Arguments inputs(stack);
+  const QuantizeWeightsArguments arguments = parse_quantize_weights(inputs);
   const Common& common = arguments.common;
   const int64_t experts = arguments.weights.sizes()[0], n = arguments.weights.sizes()[1],
                 k = arguments.weights.sizes()[2];

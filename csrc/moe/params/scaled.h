@@ -31,7 +31,7 @@ struct ScaledGemmParams {
   float* d_scale;        // gated, not for few rows: [slots, n / 2 / 128]; a row of zeros has a scale, too
   // plain, not for few rows: the previous grid writes only a and a_scale, and it let this one begin when expert_offsets
   // were written, so weights are requested before the previous grid has ended.
-  int32_t is_early;
+  int32_t overlaps_previous_grid;
 };
 
 // moe_quantize: values[row] and scales[row] of x[row]; scale = the largest magnitude, but at least 2^-100, / 448. Grid:
@@ -43,7 +43,8 @@ struct QuantizeParams {
   int64_t x_stride;  // elements
   int32_t rows;
   int32_t columns;
-  int32_t is_early;  // the previous grid neither writes x nor uses the results' memory: wait for it at the end
+  // The previous grid neither writes x nor uses the results' memory: this one waits for it at the end.
+  int32_t overlaps_previous_grid;
 };
 
 }  // namespace flashmoe::moe

@@ -2,7 +2,7 @@
 // each.
 #pragma once
 
-#include "device/convert.cuh"
+#include "moe/eight_elements.cuh"
 #include "moe/params/scaled.h"
 #include "moe/quantize/scale.cuh"
 #include "ptx/e4m3.cuh"
@@ -21,20 +21,8 @@ struct QuantizeSpec {
   static constexpr int kSharedBytes = 0;
 };
 
-template <typename Element>
-__device__ __forceinline__ void load_eight(float (&values)[8], const Element* gmem) {
-  uint32_t words[4];
-  ptx::ld_global_128(words, gmem);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack<Element>(words[i]);
-    values[2 * i] = pair.x;
-    values[2 * i + 1] = pair.y;
-  }
-}
-
 template <>
-__device__ __forceinline__ void load_eight(float (&values)[8], const float* gmem) {
+__device__ __forceinline__ void load_eight(float* values, const float* gmem) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float4 four = ptx::ld_global_float4(gmem + 4 * half);
@@ -50,7 +38,7 @@ __device__ __forceinline__ void quantize(const QuantizeParams& params) {
   using Element = typename Spec::Element;
   ptx::grid_launch_dependents();
   // Hazard: the previous grid may still write x.
-  if (params.is_early == 0) ptx::grid_dependency_wait();
+  if (params.overlaps_previous_grid == 0) ptx::grid_dependency_wait();
   const int blocks = params.columns / kScaleBlock;  // per row
   const int64_t count = static_cast<int64_t>(params.rows) * blocks;
   const int lane = ptx::lane_index();
@@ -80,7 +68,7 @@ __device__ __forceinline__ void quantize(const QuantizeParams& params) {
   }
   // The next kernel also relies on the end of the previous grid. One block waits for it; the others exit to make room
   // for later blocks.
-  if (params.is_early != 0 && ptx::block_index() == 0) ptx::grid_dependency_wait();
+  if (params.overlaps_previous_grid != 0 && ptx::block_index() == 0) ptx::grid_dependency_wait();
 }
 
 }  // namespace flashmoe::moe

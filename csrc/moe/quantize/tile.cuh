@@ -146,9 +146,9 @@ struct QuantizedTile {
       const bool keeps_upper = (lane & count * 4) != 0;
 #pragma unroll
       for (int i = 0; i < count; ++i) {
-        const uint32_t given = keeps_upper ? largest[i] : largest[i + count];
+        const uint32_t sent = keeps_upper ? largest[i] : largest[i + count];
         const uint32_t kept = keeps_upper ? largest[i + count] : largest[i];
-        largest[i] = larger(kept, ptx::shuffle_xor(given, count * 4));
+        largest[i] = larger(kept, ptx::shuffle_xor(sent, count * 4));
       }
     }
     largest[0] = larger(largest[0], ptx::shuffle_xor(largest[0], 2));
@@ -177,12 +177,12 @@ struct QuantizedTile {
   // column.
   __device__ __forceinline__ void store_rows(unsigned char* values, int64_t stride, float* scales, int64_t scale_stride,
                                              int rows) const {
-    const BlockScale own = scale_of_row();
-    const int lane = ptx::lane_index(), own_row = group * 8 + row_of_lane(lane);
-    if ((lane & 2) == 0 && own_row < rows) ptx::st_global_float(scales + own_row * scale_stride, own.scale);
+    const BlockScale row_scale = scale_of_row();
+    const int lane = ptx::lane_index(), lane_row = group * 8 + row_of_lane(lane);
+    if ((lane & 2) == 0 && lane_row < rows) ptx::st_global_float(scales + lane_row * scale_stride, row_scale.scale);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const float inverse = ptx::shuffle_index(own.inverse, (lane & 16) + lane_of_row(i));
+      const float inverse = ptx::shuffle_index(row_scale.inverse, (lane & 16) + lane_of_row(i));
       const int row = group * 8 + i;
       if (row >= rows) continue;
       uint32_t codes[2];
@@ -202,17 +202,17 @@ struct QuantizedTile {
       ptx::st_shared_64(smem + (chunk * 8 + column) * kScaleBlock + (group ^ chunk) * 8, codes);
     }
     ptx::barrier_sync_block();
-    const int piece = ptx::thread_index() % 8;  // 16 bytes
+    const int line_chunk = ptx::thread_index() % 8;  // 16 bytes
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int column = ptx::thread_index() / 8 + 32 * i;
       const int swizzle = column / 8;
       uint32_t found[4];
-      ptx::ld_shared_128(found, smem + column * kScaleBlock + (piece ^ swizzle / 2) * 16);
+      ptx::ld_shared_128(found, smem + column * kScaleBlock + (line_chunk ^ swizzle / 2) * 16);
       const bool is_swapped = swizzle % 2 != 0;
       const uint32_t in_order[4] = {is_swapped ? found[2] : found[0], is_swapped ? found[3] : found[1],
                                     is_swapped ? found[0] : found[2], is_swapped ? found[1] : found[3]};
-      ptx::st_global_128(gmem + column * stride + piece * 16, in_order);
+      ptx::st_global_128(gmem + column * stride + line_chunk * 16, in_order);
     }
   }
 

@@ -46,43 +46,43 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeTilesParams& params
   } else {
     const int column_blocks = params.columns / kScaleBlock;
     const int column_block = ptx::block_index() % column_blocks;
-    const TileRows at = rows_of_block(params.expert_offsets, params.experts, ptx::block_index() / column_blocks);
-    if (at.count == 0) return;
+    const TileRows rows = rows_of_block(params.expert_offsets, params.experts, ptx::block_index() / column_blocks);
+    if (rows.count == 0) return;
     const int column = column_block * kScaleBlock;
     QuantizedTile<Spec> tile;
-    const int own_row =
-        minimum(tile.group * 8 + ptx::lane_index() % 8, at.count - 1);  // rows past the last one load the last one
-    const int token = static_cast<int>(ptx::ld_global_32(params.row_slots + at.first + own_row)) / params.top_k;
+    const int lane_row =
+        minimum(tile.group * 8 + ptx::lane_index() % 8, rows.count - 1);  // rows past the last one load the last one
+    const int token = static_cast<int>(ptx::ld_global_32(params.row_slots + rows.first + lane_row)) / params.top_k;
     const auto* x = static_cast<const typename Spec::Element*>(params.x) + column + tile.chunk * 8;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       ptx::ld_global_128(tile.words[i], x + ptx::shuffle_index(token, (ptx::lane_index() & 16) + i) * params.x_stride);
     }
-    if (at.count < kScaleBlock) {
+    if (rows.count < kScaleBlock) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        if (tile.group * 8 + i < at.count) continue;
+        if (tile.group * 8 + i < rows.count) continue;
         tile.words[i][0] = tile.words[i][1] = tile.words[i][2] = tile.words[i][3] = 0;
       }
     }
     auto* transposed =
-        static_cast<unsigned char*>(params.transposed) + column * params.transposed_stride + at.block * kScaleBlock;
+        static_cast<unsigned char*>(params.transposed) + column * params.transposed_stride + rows.block * kScaleBlock;
     if constexpr (kSource == TileSource::kTokens) {
       const BlockScale scale = tile.store_transposed_tile(transposed, params.transposed_stride);
       if (ptx::thread_index() == 0) {
-        ptx::st_global_float(params.transposed_scales + static_cast<int64_t>(at.block) * column_blocks + column_block,
+        ptx::st_global_float(params.transposed_scales + static_cast<int64_t>(rows.block) * column_blocks + column_block,
                              scale.scale);
       }
     } else {
-      const int64_t first = at.first;
+      const int64_t first = rows.first;
       if (params.values != nullptr) {
         tile.store_rows(static_cast<unsigned char*>(params.values) + first * params.columns + column, params.columns,
-                        params.scales + first * column_blocks + column_block, column_blocks, at.count);
+                        params.scales + first * column_blocks + column_block, column_blocks, rows.count);
       }
       if (params.transposed != nullptr) {
         tile.store_transposed_columns(
             transposed, params.transposed_stride,
-            params.transposed_scales + static_cast<int64_t>(at.block) * params.columns + column);
+            params.transposed_scales + static_cast<int64_t>(rows.block) * params.columns + column);
       }
     }
   }

@@ -15,6 +15,7 @@
 
 #include "device/math.cuh"
 #include "moe/params/routing.h"
+#include "moe/prefix_sum.cuh"
 #include "moe/routing/scalars.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/grid_dependency.cuh"
@@ -32,12 +33,12 @@ struct SortSpec {
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kCounts = kCounts_;  // [warps][experts]; with many experts fewer warps count
   static constexpr int kSharedBytes = 4 * (kCounts + 2 * kNumThreads + 32 + 1);
-  static_assert(kNumThreads == 1024, "a thread an expert, at most 1024 of them");
+  static_assert(kNumThreads == 1024, "one thread per expert, at most 1024");
   static_assert(kCounts >= kNumThreads, "one warp's counts of all experts");
 };
 
 constexpr int kBatch = 4;       // groups of 32 slots
-constexpr int kWarpSlots = 64;  // least slots of a warp: fewer warps have fewer counts to add up
+constexpr int kWarpSlots = 64;  // minimum slots of a warp: fewer warps have fewer counts to add up
 constexpr int kMostLoads = 16;  // loads of counts in flight
 
 // A range of slots.
@@ -260,15 +261,6 @@ __device__ __forceinline__ void add_block_counts(const SortParams& params, const
   ptx::st_shared_32(memory.partial_before(thread), before);
 }
 
-__device__ __forceinline__ int warp_inclusive_sum(int value) {
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const int other = ptx::shuffle_index(value, ptx::lane_index() - distance);
-    if (ptx::lane_index() >= distance) value += other;
-  }
-  return value;
-}
-
 // The sum of `value` over the threads before this one.
 template <typename Spec>
 __device__ __forceinline__ int block_exclusive_sum(int value, const SortMemory<Spec>& memory) {
@@ -305,8 +297,8 @@ __device__ __forceinline__ int add_warp_counts(const SortParams& params, const S
 
 // Adds the partial sums that add_block_counts left.
 template <typename Spec>
-__device__ __forceinline__ void add_parts(const SortParams& params, const SortMemory<Spec>& memory, int& total,
-                                          int& before) {
+__device__ __forceinline__ void add_partial_sums(const SortParams& params, const SortMemory<Spec>& memory, int& total,
+                                                 int& before) {
   const int end = Spec::kNumThreads / params.experts * params.experts;
   for (int i = ptx::thread_index(); i < end; i += params.experts) {
     total += static_cast<int>(ptx::ld_shared_32(memory.partial_total(i)));
@@ -348,8 +340,8 @@ __device__ __forceinline__ void sort(const SortParams& params) {
   const int thread = ptx::thread_index(), warp = ptx::warp_index();
   const bool has_expert = thread < params.experts;
   const Share block = share_of({0, params.slots}, ptx::grid_size(), ptx::block_index());
-  const int most_warps = minimum(Spec::kNumWarps, Spec::kCounts / params.experts);
-  const int warp_slots = maximum(static_cast<int>(share_of(block, most_warps, 0).end - block.begin), kWarpSlots);
+  const int max_warps = minimum(Spec::kNumWarps, Spec::kCounts / params.experts);
+  const int warp_slots = maximum(static_cast<int>(share_of(block, max_warps, 0).end - block.begin), kWarpSlots);
   const int block_slots = static_cast<int>(block.end - block.begin);
   const int warps = (block_slots + warp_slots - 1) / warp_slots;  // warps that have slots
   const int first_count = warp * params.experts;
@@ -376,7 +368,7 @@ __device__ __forceinline__ void sort(const SortParams& params) {
   ptx::barrier_sync_block();  // all warps have counted
   int total = 0, before = 0;
   if constexpr (kStep == SortStep::kPlace) {
-    if (has_expert) add_parts(params, memory, total, before);
+    if (has_expert) add_partial_sums(params, memory, total, before);
   } else {
     if (has_expert) total = add_warp_counts(params, memory, warps);
   }

@@ -79,7 +79,7 @@ int64_t row_of(const int32_t* slots, int64_t row, int32_t top_k) { return slots 
 
 class GemmKernel {
  public:
-  GemmKernel(const GemmParams& params, Memory memory) : p(params), memory_(memory) {}
+  GemmKernel(const GemmParams& params, WeightLayout layout) : p(params), layout_(layout) {}
 
   float product(int64_t expert, int64_t row, int64_t n) const {
     const int64_t a_row = row_of(p.a_slots, row, p.top_k) * p.a_stride;
@@ -132,12 +132,12 @@ class GemmKernel {
 
  private:
   int64_t weight(int64_t expert, int64_t n, int64_t k) const {
-    const bool is_nk = memory_ == Memory::kNk;
+    const bool is_nk = layout_ == WeightLayout::kNk;
     return expert * p.b_expert_stride + (is_nk ? n * p.b_stride + k : k * p.b_stride + n);
   }
 
   const GemmParams& p;
-  Memory memory_;
+  WeightLayout layout_;
 };
 
 int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
@@ -158,12 +158,12 @@ std::string check_tiles(const host::Kernel& kernel, const GemmParams& p, int64_t
 bool is_long(const GemmParams& params) { return int64_t{params.slots} * params.n * params.k > int64_t{1} << 22; }
 
 // Returns what is wrong, or an empty text.
-std::string multiply(const host::Kernel& kernel, const GemmParams& params, Memory memory, int64_t grid) {
+std::string multiply(const host::Kernel& kernel, const GemmParams& params, WeightLayout layout, int64_t grid) {
   const std::string operation = kernel.operation;
-  const GemmKernel run(params, memory);
+  const GemmKernel run(params, layout);
   const bool is_gated =
       operation.rfind("grouped_gemm_gated", 0) == 0 && operation.find("backward") == std::string::npos;
-  if (is_gated && (memory == Memory::kKnPairs) != (memory != Memory::kNk && params.is_interleaved != 0)) {
+  if (is_gated && (layout == WeightLayout::kKnPairs) != (layout != WeightLayout::kNk && params.is_interleaved != 0)) {
     return "gate and up in turn need kn_pairs, and nothing else does";
   }
   const int32_t of_one[] = {0, params.slots};
@@ -353,7 +353,7 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
   }
   if (operation.rfind("grouped_gemm", 0) == 0 ||
       operation.rfind("linear", 0) == 0) {  // axes[0]: the layout of the weights, except for the weight gradient
-    return multiply(kernel, params_of<GemmParams>(arguments), static_cast<Memory>(kernel.axes[0]), grid);
+    return multiply(kernel, params_of<GemmParams>(arguments), static_cast<WeightLayout>(kernel.axes[0]), grid);
   }
   if (operation == "moe_sort") {
     const auto& params = params_of<SortParams>(arguments);

@@ -25,7 +25,7 @@ std::string multiply_linear(const host::Kernel& kernel, const linear::LinearPara
       return "arrivals are not zero";
     }
   }
-  const GemmKernel run(p, Memory::kNk);
+  const GemmKernel run(p, WeightLayout::kNk);
   for (int64_t row = 0; !is_long(p) && row < p.slots; ++row) run.plain(0, row);
   return "";
 }

@@ -52,5 +52,5 @@ std::string multiply_mxfp4(const host::Kernel& kernel, const Mxfp4GemmParams& pa
   p.b = weights.data();
   p.b_stride = p.k;
   p.b_expert_stride = static_cast<int64_t>(p.n) * p.k;
-  return multiply(kernel, p, Memory::kNk, grid);
+  return multiply(kernel, p, WeightLayout::kNk, grid);
 }

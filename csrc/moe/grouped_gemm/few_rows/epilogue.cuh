@@ -2,7 +2,7 @@
 // of two rows, so each warp passes them through its part of shared memory, as floats [kBlockM, 16 * kFragments].
 #pragma once
 
-#include "device/convert.cuh"
+#include "moe/eight_elements.cuh"
 #include "moe/grouped_gemm/activation.cuh"
 #include "moe/grouped_gemm/few_rows/multiply.cuh"
 #include "moe/grouped_gemm/few_rows/tiles.cuh"
@@ -41,10 +41,10 @@ struct WarpSums {
 
   // Loads eight columns of a row.
   __device__ __forceinline__ void get(float (&sums)[8], int row, int column) const {
-    const ptx::SmemPointer at_smem = sums_smem + (row * kPitchBytes + column * 4);
+    const ptx::SmemPointer row_smem = sums_smem + (row * kPitchBytes + column * 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float4 four = ptx::ld_shared_float4(at_smem + 16 * half);
+      const float4 four = ptx::ld_shared_float4(row_smem + 16 * half);
       sums[4 * half] = four.x;
       sums[4 * half + 1] = four.y;
       sums[4 * half + 2] = four.z;
@@ -64,14 +64,6 @@ __device__ __forceinline__ void add_eight(float (&sums)[8], const Element* gmem)
     sums[2 * i] += pair.x;
     sums[2 * i + 1] += pair.y;
   }
-}
-
-template <typename Element>
-__device__ __forceinline__ void store_eight(Element* gmem, const float (&values)[8]) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = pack<Element>(values[2 * i], values[2 * i + 1]);
-  ptx::st_global_128(gmem, words);
 }
 
 template <typename Element>
@@ -114,10 +106,10 @@ __device__ __forceinline__ void finish_preactivation(float (&z)[2][8], const Gem
                                                      int64_t row, int column, int distance) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int at = column + half * distance;
-    if (params.bias != nullptr) add_eight<Element>(z[half], bias_of<Element>(params, expert) + at);
+    const int z_column = column + half * distance;
+    if (params.bias != nullptr) add_eight<Element>(z[half], bias_of<Element>(params, expert) + z_column);
     if (params.preactivation != nullptr)
-      store_eight<Element>(static_cast<Element*>(params.preactivation) + row * params.n + at, z[half]);
+      store_eight<Element>(static_cast<Element*>(params.preactivation) + row * params.n + z_column, z[half]);
   }
 }
 

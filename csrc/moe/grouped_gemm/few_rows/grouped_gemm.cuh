@@ -1,7 +1,7 @@
 // Grouped matrix products for few rows per expert, on sm_80 and every later GPU.
 //
 // The time is that of streaming the weights, so only the depth of the stream matters: several blocks per
-// multiprocessor, each with a ring of cp.async stages and one tile at a time. Blocks take tiles until none are left.
+// multiprocessor, each with a ring of cp.async stages and one tile at a time. Blocks fetch tiles until none are left.
 #pragma once
 
 #include "device/persistent.cuh"
@@ -27,14 +27,16 @@ struct Stream {
   __device__ __forceinline__ Stream(const GemmParams& params, const Tile& tile, ptx::SmemPointer ring)
       : ring_smem(ring), stages(ceil_div(params.k, Spec::kBlockK)), weights(params, tile) {}
 
-  __device__ __forceinline__ ptx::SmemPointer at(int stage) const { return ring_smem + stage * Spec::kStageBytes; }
+  __device__ __forceinline__ ptx::SmemPointer stage_smem(int stage) const {
+    return ring_smem + stage * Spec::kStageBytes;
+  }
 
   // Loads the first stages of weights. Their rows may be loaded later: the copies then join the group of stage 0's
   // rows.
   __device__ __forceinline__ void start() {
 #pragma unroll
     for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead)
-      if (ahead < stages) weights.load(at(ahead));
+      if (ahead < stages) weights.load(stage_smem(ahead));
   }
 
   // Another stream has already started this one's weights.
@@ -43,29 +45,29 @@ struct Stream {
       if (ahead < stages) weights.advance();
   }
 
-  // multiply(sums, stage in shared memory, its index, rows): the products of one stage.
+  // multiply(accumulator, stage in shared memory, its index, rows): the products of one stage.
   template <typename Multiply>
   __device__ __forceinline__ void accumulate(const GemmParams& params, const Tile& tile, Accumulator<Spec>& accumulator,
                                              Multiply multiply) {
     RowLoader<Spec> rows(params, tile);
 #pragma unroll
     for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead) {
-      if (ahead < stages) rows.load(at(ahead) + Spec::kWeightBytes);
+      if (ahead < stages) rows.load(stage_smem(ahead) + Spec::kWeightBytes);
       ptx::cp_async_commit();
     }
-    int current = 0;
-    int refilled = Spec::kNumStages - 1;
+    int read_stage = 0;
+    int write_stage = Spec::kNumStages - 1;
     for (int step = 0; step < stages; ++step) {
       ptx::cp_async_wait<Spec::kNumStages - 2>();
       ptx::barrier_sync_block();  // this stage is complete; all warps are done with the one before, which is refilled
       if (step + Spec::kNumStages - 1 < stages) {
-        weights.load(at(refilled));
-        rows.load(at(refilled) + Spec::kWeightBytes);
+        weights.load(stage_smem(write_stage));
+        rows.load(stage_smem(write_stage) + Spec::kWeightBytes);
       }
       ptx::cp_async_commit();
-      multiply(accumulator, at(current), step, tile.rows);
-      refilled = current;
-      current = current == Spec::kNumStages - 1 ? 0 : current + 1;
+      multiply(accumulator, stage_smem(read_stage), step, tile.rows);
+      write_stage = read_stage;
+      read_stage = read_stage == Spec::kNumStages - 1 ? 0 : read_stage + 1;
     }
   }
 };
@@ -79,8 +81,8 @@ struct Products {
 
   static __device__ __forceinline__ void accumulate(const GemmParams& params, Stream<Spec, kWeights, kIsGated>& stream,
                                                     const Tile& tile, Accumulator<Spec>& accumulator) {
-    stream.accumulate(params, tile, accumulator, [](auto& sums, ptx::SmemPointer stage_smem, int, int rows) {
-      multiply_stage<Spec, kWeights>(sums, stage_smem, rows);
+    stream.accumulate(params, tile, accumulator, [](auto& products, ptx::SmemPointer stage_smem, int, int rows) {
+      multiply_stage<Spec, kWeights>(products, stage_smem, rows);
     });
   }
 
@@ -99,24 +101,24 @@ __device__ __forceinline__ void multiply_tiles(const typename Product::Params& a
   const GemmParams& params = Product::gemm(all);
   const ptx::SmemPointer ring_smem = ptx::dynamic_shared_memory();
   const ptx::SmemPointer list_smem = ring_smem + Spec::kNumStages * Spec::kStageBytes;
-  const ptx::SmemPointer words_smem = list_smem + Spec::kListBytes;
-  const ptx::SmemPointer next_smem = words_smem + 4 * Spec::kNumWarps;
+  const ptx::SmemPointer warp_counts_smem = list_smem + Spec::kListBytes;
+  const ptx::SmemPointer next_smem = warp_counts_smem + 4 * Spec::kNumWarps;
 
   // A gated product follows the sort: with few slots the first weights are loaded while the sort still runs. A plain
   // product follows another product, which started when the sort had ended: the offsets are written, and the first
   // weights are loaded while a is still being written.
-  int number = ptx::block_index();
+  int tile_index = ptx::block_index();
   bool has_started = false;
   if (kIsGated && params.ids == nullptr) ptx::grid_dependency_wait();
-  const TileList<Spec> tiles(params, list_smem, words_smem);
+  const TileList<Spec> tiles(params, list_smem, warp_counts_smem);
   if (kIsGated && params.ids != nullptr) {
-    has_started = number < tiles.count;
-    if (has_started) Stream<Spec, kWeights, kIsGated>(params, tiles.find_weights(number), ring_smem).start();
+    has_started = tile_index < tiles.count;
+    if (has_started) Stream<Spec, kWeights, kIsGated>(params, tiles.find_weights(tile_index), ring_smem).start();
     ptx::grid_dependency_wait();
   }
   bool has_waited = kIsGated;
-  while (number < tiles.count) {
-    const Tile tile = tiles.find(number);
+  while (tile_index < tiles.count) {
+    const Tile tile = tiles.find(tile_index);
     Stream<Spec, kWeights, kIsGated> stream(params, tile, ring_smem);
     if (has_started) {
       stream.take_over();
@@ -128,12 +130,12 @@ __device__ __forceinline__ void multiply_tiles(const typename Product::Params& a
     has_waited = true;
     ptx::grid_launch_dependents();
     if (ptx::thread_index() == 0)  // the tile after this one; until the previous kernel has ended, the counter is its
-      ptx::st_shared_32(next_smem, next_tile_index(params.tile_counter, tiles.count, number));
+      ptx::st_shared_32(next_smem, next_tile_index(params.tile_counter, tiles.count, tile_index));
 
     Accumulator<Spec> accumulator = {};
     Product::accumulate(all, stream, tile, accumulator);
     ptx::barrier_sync_block();  // all warps are done with the ring; the next number is written
-    number = ptx::ld_shared_32(next_smem);
+    tile_index = ptx::ld_shared_32(next_smem);
     const WarpSums<Spec> sums(ring_smem, accumulator);
     Product::store(all, tile, sums);
     ptx::barrier_sync_block();  // the ring may be refilled; the next number may be replaced

@@ -25,7 +25,7 @@ struct WeightLoader {
   static constexpr int kChunks = kColumns / kChunkElements;
   static constexpr int kRowsPerPass = Spec::kNumThreads / kChunks;
   static constexpr int kPasses = kRows / kRowsPerPass;
-  static_assert(kColumns % 64 == 0 && kRowsPerPass % kSegmentChunks == 0, "every pass swizzles alike");
+  static_assert(kColumns % 64 == 0 && kRowsPerPass % kSegmentChunks == 0, "every pass swizzles the same way");
   static_assert(kRowsPerPass == 8 || kRowsPerPass % 16 == 0, "a pass is half a fragment or whole ones");
 
   const Element* next_gmem;  // this thread's chunk in pass 0 of the next stage
@@ -67,10 +67,10 @@ struct WeightLoader {
   __device__ __forceinline__ void load(ptx::SmemPointer weights_smem) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const bool is_there = kIsNk ? valid > pass * kRowsPerPass && left > 0 : valid > 0 && left > pass * kRowsPerPass;
+      const bool is_valid = kIsNk ? valid > pass * kRowsPerPass && left > 0 : valid > 0 && left > pass * kRowsPerPass;
       const int64_t distance =
           kIsNk && kRowsPerPass == 8 ? pass / 2 * pass_stride + pass % 2 * half_stride : pass * pass_stride;
-      ptx::cp_async_16(weights_smem + (offset + pass * kRowsPerPass * kPitch), next_gmem + distance, is_there ? 16 : 0);
+      ptx::cp_async_16(weights_smem + (offset + pass * kRowsPerPass * kPitch), next_gmem + distance, is_valid ? 16 : 0);
     }
     advance();
   }
@@ -89,7 +89,7 @@ struct RowLoader {
   static constexpr int kChunks = Spec::kBlockK / kChunkElements;
   static constexpr int kRowsPerPass = Spec::kNumThreads / kChunks;
   static constexpr int kPasses = (Spec::kBlockM + kRowsPerPass - 1) / kRowsPerPass;
-  static_assert(kRowsPerPass % kSegmentChunks == 0, "every pass swizzles alike");
+  static_assert(kRowsPerPass % kSegmentChunks == 0, "every pass swizzles the same way");
 
   const Element* row_gmem[kPasses];  // this thread's chunk at k = 0
   int k = 0;                         // of the next stage

@@ -33,9 +33,9 @@ template <bool kIsGated>
 __device__ __forceinline__ int weight_row(const GemmParams& params, const Tile& tile, int within) {
   if constexpr (!kIsGated) return minimum(tile.column + within, params.n - 1);
   const int half = params.n / 2;
-  const int own = minimum(tile.column / 2 + within / 16 * 8 + within % 8, half - 1);
+  const int half_column = minimum(tile.column / 2 + within / 16 * 8 + within % 8, half - 1);
   const int is_up = within / 8 % 2;
-  return params.is_interleaved != 0 ? 2 * own + is_up : is_up * half + own;
+  return params.is_interleaved != 0 ? 2 * half_column + is_up : is_up * half + half_column;
 }
 
 // The scales of a warp's weight rows, one stage at a time. For rows lane / 4 and lane / 4 + 8 of each fragment a lane
@@ -43,11 +43,11 @@ __device__ __forceinline__ int weight_row(const GemmParams& params, const Tile& 
 template <typename Spec, bool kIsGated>
 struct Mxfp4Scales {
   static constexpr int kBlocks = Spec::kBlockK / kMxfp4Block;  // per stage
-  static_assert(kBlocks == 8, "two a lane");
+  static_assert(kBlocks == 8, "two per lane");
 
   const uint8_t* row_gmem[Spec::kFragments][2];
-  int blocks;                            // of k
-  uint32_t own[Spec::kFragments][2][2];  // [row][block], one byte each
+  int blocks;                                    // of k
+  uint32_t lane_scales[Spec::kFragments][2][2];  // [row][block], one byte each
 
   __device__ __forceinline__ Mxfp4Scales(const Mxfp4GemmParams& params, const Tile& tile)
       : blocks(params.gemm.k / kMxfp4Block) {
@@ -66,17 +66,17 @@ struct Mxfp4Scales {
   __device__ __forceinline__ void load(int stage) {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
-      const int at = minimum(stage * kBlocks + ptx::lane_index() % 4 * 2 + b, blocks - 1);
+      const int k_block = minimum(stage * kBlocks + ptx::lane_index() % 4 * 2 + b, blocks - 1);
 #pragma unroll
       for (int i = 0; i < Spec::kFragments; ++i)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) own[i][half][b] = ptx::ld_global_8(row_gmem[i][half] + at);
+        for (int half = 0; half < 2; ++half) lane_scales[i][half][b] = ptx::ld_global_8(row_gmem[i][half] + k_block);
     }
   }
 
   // Bytes: the first row's two blocks, then the second's.
   __device__ __forceinline__ uint32_t word(int fragment) const {
-    const uint32_t (&of)[2][2] = own[fragment];
+    const uint32_t (&of)[2][2] = lane_scales[fragment];
     return of[0][0] | of[0][1] << 8 | of[1][0] << 16 | of[1][1] << 24;
   }
 };
@@ -225,35 +225,35 @@ struct Mxfp4Work {
 
   template <bool kIsLarge, int kGroups = Spec::kGroups>
   __device__ __forceinline__ void multiply_stage(Accumulator<Spec>& accumulator, ptx::SmemPointer stage_smem,
-                                                 const uint32_t (&own)[Spec::kFragments]) const {
+                                                 const uint32_t (&scale_words)[Spec::kFragments]) const {
     constexpr int kFewer = kGroups - Spec::kGroupStep;
     if constexpr (kFewer > 0) {
-      if (tile.rows <= 8 * kFewer) return multiply_stage<kIsLarge, kFewer>(accumulator, stage_smem, own);
+      if (tile.rows <= 8 * kFewer) return multiply_stage<kIsLarge, kFewer>(accumulator, stage_smem, scale_words);
     }
 #pragma unroll
     for (int block = 0; block < Spec::kBlockK / kMxfp4Block; ++block) {
       uint32_t words[Spec::kFragments];
 #pragma unroll
       for (int i = 0; i < Spec::kFragments; ++i)
-        words[i] = ptx::shuffle_index(static_cast<int>(own[i]), (ptx::lane_index() & ~3) + block / 2);
+        words[i] = ptx::shuffle_index(static_cast<int>(scale_words[i]), (ptx::lane_index() & ~3) + block / 2);
       multiply_block<kIsLarge, kGroups>(accumulator, stage_smem, block, words);
     }
   }
 
   __device__ __forceinline__ void multiply(Accumulator<Spec>& accumulator, ptx::SmemPointer stage_smem, int step,
                                            int stages) {
-    uint32_t own[Spec::kFragments];
+    uint32_t scale_words[Spec::kFragments];
     bool is_large = false;
 #pragma unroll
     for (int i = 0; i < Spec::kFragments; ++i) {
-      own[i] = scales.word(i);
-      is_large = is_large || has_large_scale(own[i]);
+      scale_words[i] = scales.word(i);
+      is_large = is_large || has_large_scale(scale_words[i]);
     }
     if (step + 1 < stages) scales.load(step + 1);
     if (ptx::vote_ballot(is_large) != 0) {
-      multiply_stage<true>(accumulator, stage_smem, own);
+      multiply_stage<true>(accumulator, stage_smem, scale_words);
     } else {
-      multiply_stage<false>(accumulator, stage_smem, own);
+      multiply_stage<false>(accumulator, stage_smem, scale_words);
     }
   }
 

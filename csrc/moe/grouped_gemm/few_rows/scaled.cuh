@@ -19,7 +19,7 @@ struct ScaledSpec : Spec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kBloc
 template <typename Spec, bool kIsGated>
 struct StageScales {
   static constexpr int kBlocks = 2 * Spec::kBlockK / kScaleBlock;  // per stage
-  static_assert(Spec::kGroups == 1, "two rows a lane");
+  static_assert(Spec::kGroups == 1, "two rows per lane");
   static_assert(kScaleBlock % Spec::kBlockN == 0,
                 "a tile's weight rows are of one block, or one of gate and one of up");
 
@@ -35,9 +35,9 @@ struct StageScales {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int within = ptx::lane_index() % 4 * 2 + r;
-      int at = tile.row + (within < tile.rows ? within : 0);
-      if constexpr (kIsGated) at = static_cast<int>(ptx::ld_global_32(gemm.a_slots + at)) / gemm.top_k;
-      row_gmem[r] = params.a_scale + static_cast<int64_t>(at) * blocks;
+      int source_row = tile.row + (within < tile.rows ? within : 0);
+      if constexpr (kIsGated) source_row = static_cast<int>(ptx::ld_global_32(gemm.a_slots + source_row)) / gemm.top_k;
+      row_gmem[r] = params.a_scale + static_cast<int64_t>(source_row) * blocks;
     }
     const int count = ceil_div(gemm.n, kScaleBlock);
     const int first = (kIsGated ? tile.column / 2 : tile.column) / kScaleBlock;
@@ -50,11 +50,11 @@ struct StageScales {
   __device__ __forceinline__ void load(int stage) {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
-      const int at = minimum(stage * kBlocks + block, blocks - 1);
+      const int k_block = minimum(stage * kBlocks + block, blocks - 1);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        row[block][i] = ptx::ld_global_float(row_gmem[i] + at);
-        weight[block][i] = kIsGated || i == 0 ? ptx::ld_global_float(weight_gmem[i] + at) : weight[block][0];
+        row[block][i] = ptx::ld_global_float(row_gmem[i] + k_block);
+        weight[block][i] = kIsGated || i == 0 ? ptx::ld_global_float(weight_gmem[i] + k_block) : weight[block][0];
       }
     }
   }

@@ -26,11 +26,11 @@ struct Spec {
 
   static constexpr int kMaxExperts = 1024;
   static constexpr int kListBytes = kMaxExperts * 4;  // of TileList
-  static constexpr int kWordBytes = 64;               // one word per warp, then the next tile's number
+  static constexpr int kWordBytes = 64;               // one word per warp, then the next tile's index
   static constexpr int kSharedBytes = kNumStages * kStageBytes + kListBytes + kWordBytes;
 
   static_assert(kBlockM % 8 == 0, "fragments are 8 rows wide");
-  static_assert(kBlockN % (16 * kNumWarps) == 0, "every warp has as many whole fragments");
+  static_assert(kBlockN % (16 * kNumWarps) == 0, "every warp has the same number of whole fragments");
   static_assert(kBlockK % 64 == 0, "the swizzle permutes 128 bytes");
   static_assert(kNumStages >= 2, "loads run ahead of the products");
   static_assert(kNumWarps < 16, "one word per warp");

@@ -19,14 +19,14 @@
 
 namespace flashmoe::moe::few_rows {
 
-// Waits until at most `pending` groups of copies are in flight, and no more than kMost.
-template <int kMost>
+// Waits until at most `pending` groups of copies are in flight, and no more than kMax.
+template <int kMax>
 __device__ __forceinline__ void wait_for_copies(int pending) {
-  if constexpr (kMost == 0) {
+  if constexpr (kMax == 0) {
     ptx::cp_async_wait<0>();
   } else {
-    if (pending >= kMost) return ptx::cp_async_wait<kMost>();
-    wait_for_copies<kMost - 1>(pending);
+    if (pending >= kMax) return ptx::cp_async_wait<kMax>();
+    wait_for_copies<kMax - 1>(pending);
   }
 }
 
@@ -36,32 +36,32 @@ __device__ __forceinline__ void stream_tiles(const typename Work::Params& all) {
   const GemmParams& params = all.gemm;
   const ptx::SmemPointer ring_smem = ptx::dynamic_shared_memory();
   const ptx::SmemPointer list_smem = ring_smem + Spec::kNumStages * Spec::kStageBytes;
-  const ptx::SmemPointer words_smem = list_smem + Spec::kListBytes;
-  const ptx::SmemPointer next_smem = words_smem + 4 * Spec::kNumWarps;  // two words
-  const ptx::SmemPointer sums_smem = words_smem + Spec::kWordBytes;
+  const ptx::SmemPointer warp_counts_smem = list_smem + Spec::kListBytes;
+  const ptx::SmemPointer next_smem = warp_counts_smem + 4 * Spec::kNumWarps;  // two words
+  const ptx::SmemPointer sums_smem = warp_counts_smem + Spec::kWordBytes;
   const int stages = ceil_div(params.k, Spec::kBlockK);
   const auto stage_at = [ring_smem](int stage) { return ring_smem + stage * Spec::kStageBytes; };
 
   // What may begin early, and why: see multiply_tiles.
-  int number = ptx::block_index();
+  int tile_index = ptx::block_index();
   bool has_started = false;
   if (kIsGated && params.ids == nullptr) ptx::grid_dependency_wait();
-  const TileList<Spec> tiles(params, list_smem, words_smem);
+  const TileList<Spec> tiles(params, list_smem, warp_counts_smem);
   if (kIsGated && params.ids != nullptr) {
-    has_started = number < tiles.count;
+    has_started = tile_index < tiles.count;
     if (has_started) {
-      typename Work::WeightLoads weights = Work::weight_loads(params, tiles.find_weights(number));
+      typename Work::WeightLoads weights = Work::weight_loads(params, tiles.find_weights(tile_index));
       for (int ahead = 0; ahead < kAhead; ++ahead)
         if (ahead < stages) weights.load(stage_at(ahead));
     }
     ptx::grid_dependency_wait();
   }
-  if (number >= tiles.count) {
+  if (tile_index >= tiles.count) {
     if constexpr (!kIsGated) ptx::grid_dependency_wait();  // the next kernel relies on this one's end
     ptx::cp_async_wait<0>();
     return;
   }
-  Work work(all, tiles.find(number));
+  Work work(all, tiles.find(tile_index));
   const int started = minimum(kAhead, stages);
   work.issued = started;
   for (int ahead = 0; ahead < started; ++ahead) {
@@ -83,20 +83,20 @@ __device__ __forceinline__ void stream_tiles(const typename Work::Params& all) {
   // if a tile has fewer stages than the ring, the next tile's first stage is loaded in this one's first step.
   typename Work::Pending pending;
   const auto after = [](int stage) { return stage == Spec::kNumStages - 1 ? 0 : stage + 1; };
-  int current = 0, filled = started % Spec::kNumStages, held = started, word = 0;  // held: stages in the ring
+  int read_stage = 0, write_stage = started % Spec::kNumStages, stages_in_ring = started, word = 0;
   while (true) {
     if (ptx::thread_index() == 0)  // the tile after this one; the other word may still be read
-      ptx::st_shared_32(next_smem + 4 * word, next_tile_index(params.tile_counter, tiles.count, number));
+      ptx::st_shared_32(next_smem + 4 * word, next_tile_index(params.tile_counter, tiles.count, tile_index));
     pending.store();
     wait_for_copies<kAhead - 1>(started - 1);
     // The first stage is complete; all warps are done with the one before; the next number is written.
     ptx::barrier_sync_block();
-    number = ptx::ld_shared_32(next_smem + 4 * word);
+    tile_index = ptx::ld_shared_32(next_smem + 4 * word);
     word ^= 1;
-    const bool has_next = number < tiles.count;
+    const bool has_next = tile_index < tiles.count;
     Work next = work;
     if (has_next) {
-      next = Work(all, tiles.find(number));
+      next = Work(all, tiles.find(tile_index));
       next.scales.load(0);
     }
     Accumulator<Spec> accumulator = {};
@@ -106,20 +106,20 @@ __device__ __forceinline__ void stream_tiles(const typename Work::Params& all) {
         wait_for_copies<kAhead - 1>(started - 1);
         ptx::barrier_sync_block();  // this stage is complete; all warps are done with the one before, which is refilled
       }
-      for (; held < Spec::kNumStages; ++held) {
+      for (; stages_in_ring < Spec::kNumStages; ++stages_in_ring) {
         if (work.issued < stages) {
-          work.load(stage_at(filled), pending);
+          work.load(stage_at(write_stage), pending);
         } else if (has_next && next.issued < stages) {
-          next.load(stage_at(filled), pending);
+          next.load(stage_at(write_stage), pending);
         } else {
           break;
         }
-        filled = after(filled);
+        write_stage = after(write_stage);
       }
       ptx::cp_async_commit();
-      work.multiply(accumulator, stage_at(current), step, stages);
-      current = after(current);
-      --held;
+      work.multiply(accumulator, stage_at(read_stage), step, stages);
+      read_stage = after(read_stage);
+      --stages_in_ring;
     }
     const WarpSums<Spec> sums(sums_smem, accumulator);
     work.store(params, sums);

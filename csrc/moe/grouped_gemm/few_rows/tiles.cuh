@@ -71,45 +71,46 @@ struct TileList {
   const int column_tiles;
   int count;
 
-  // Called by all threads; list_smem: kListBytes, words_smem: one word per warp.
-  __device__ __forceinline__ TileList(const GemmParams& params_, ptx::SmemPointer list, ptx::SmemPointer words_smem)
+  // Called by all threads; list_smem: kListBytes, warp_counts_smem: one word per warp.
+  __device__ __forceinline__ TileList(const GemmParams& params_, ptx::SmemPointer list,
+                                      ptx::SmemPointer warp_counts_smem)
       : params(params_), list_smem(list), column_tiles(ceil_div(params_.n, Spec::kBlockN)) {
     if (params.expert_offsets == nullptr) {  // one matrix: nothing to look up
       count = ceil_div(params.slots, Spec::kBlockM) * column_tiles;
       return;
     }
-    constexpr int kMostExperts =
+    constexpr int kThreadExperts =
         (Spec::kMaxExperts + Spec::kNumThreads - 1) / Spec::kNumThreads;  // per thread, neighbours
     const int experts = ceil_div(params.experts, Spec::kNumThreads);
     const int first = ptx::thread_index() * experts;
-    int tiles[kMostExperts + 1];
-    const bool is_early = params.ids != nullptr;
-    if (is_early) count_ids<Spec>(params, list_smem);
+    int tiles[kThreadExperts + 1];
+    const bool counts_ids = params.ids != nullptr;
+    if (counts_ids) count_ids<Spec>(params, list_smem);
 #pragma unroll
-    for (int i = 0; i <= kMostExperts; ++i)  // all loads are in flight together
-      tiles[i] = !is_early && i <= experts && first + i <= params.experts ? load_offset(first + i) : 0;
+    for (int i = 0; i <= kThreadExperts; ++i)  // all loads are in flight together
+      tiles[i] = !counts_ids && i <= experts && first + i <= params.experts ? load_offset(first + i) : 0;
     int sum = 0;
 #pragma unroll
-    for (int i = 0; i < kMostExperts; ++i) {
+    for (int i = 0; i < kThreadExperts; ++i) {
       const bool valid = i < experts && first + i < params.experts;
       int rows = tiles[i + 1] - tiles[i];
-      if (is_early && valid) rows = static_cast<int>(ptx::ld_shared_32(list_smem + 4 * (first + i)));
+      if (counts_ids && valid) rows = static_cast<int>(ptx::ld_shared_32(list_smem + 4 * (first + i)));
       tiles[i] = valid ? ceil_div(rows, Spec::kBlockM) : 0;
       sum += tiles[i];
     }
     const int inclusive = warp_prefix_sum(sum);
-    if (ptx::lane_index() == 31) ptx::st_shared_32(words_smem + 4 * ptx::warp_index(), inclusive);
+    if (ptx::lane_index() == 31) ptx::st_shared_32(warp_counts_smem + 4 * ptx::warp_index(), inclusive);
     ptx::barrier_sync_block();  // every warp's sum is written
     int before = inclusive - sum;
     int total = 0;
 #pragma unroll
     for (int warp = 0; warp < Spec::kNumWarps; ++warp) {
-      const int of_warp = ptx::ld_shared_32(words_smem + 4 * warp);
+      const int of_warp = ptx::ld_shared_32(warp_counts_smem + 4 * warp);
       if (warp < ptx::warp_index()) before += of_warp;
       total += of_warp;
     }
 #pragma unroll
-    for (int i = 0; i < kMostExperts; ++i) {
+    for (int i = 0; i < kThreadExperts; ++i) {
       if (i < experts && first + i < params.experts) ptx::st_shared_32(list_smem + 4 * (first + i), before);
       before += tiles[i];
     }
@@ -123,36 +124,36 @@ struct TileList {
     return static_cast<int>(ptx::ld_shared_32(list_smem + 4 * expert)) * column_tiles;
   }
 
-  // The expert of tile `number`: the last one whose first tile is not past it, so one with rows.
-  __device__ __forceinline__ int expert_of(int number) const {
+  // The expert of a tile: the last one whose first tile is not past it, so one with rows.
+  __device__ __forceinline__ int expert_of(int tile_index) const {
     int expert = 0;
 #pragma unroll
     for (int step = Spec::kMaxExperts / 2; step > 0; step /= 2)
-      if (expert + step < params.experts && first_of(expert + step) <= number) expert += step;
+      if (expert + step < params.experts && first_of(expert + step) <= tile_index) expert += step;
     return expert;
   }
 
-  // The weights of tile `number`, without its rows, which need the sort.
-  __device__ __forceinline__ Tile find_weights(int number) const {
-    const int expert = expert_of(number);
+  // The weights of a tile, without its rows, which need the sort.
+  __device__ __forceinline__ Tile find_weights(int tile_index) const {
+    const int expert = expert_of(tile_index);
     const int end = expert + 1 < params.experts ? first_of(expert + 1) : count;
     const int row_tiles = (end - first_of(expert)) / column_tiles;
-    return Tile{expert, 0, 0, (number - first_of(expert)) / row_tiles * Spec::kBlockN};
+    return Tile{expert, 0, 0, (tile_index - first_of(expert)) / row_tiles * Spec::kBlockN};
   }
 
-  // number: 0 to count - 1.
-  __device__ __forceinline__ Tile find(int number) const {
+  // tile_index: 0 to count - 1.
+  __device__ __forceinline__ Tile find(int tile_index) const {
     if (params.expert_offsets == nullptr) {
       const int row_tiles = ceil_div(params.slots, Spec::kBlockM);
-      const int column_tile = number / row_tiles;
-      const int row = (number - column_tile * row_tiles) * Spec::kBlockM;
+      const int column_tile = tile_index / row_tiles;
+      const int row = (tile_index - column_tile * row_tiles) * Spec::kBlockM;
       return Tile{0, row, minimum(params.slots - row, Spec::kBlockM), column_tile * Spec::kBlockN};
     }
-    const int expert = expert_of(number);
+    const int expert = expert_of(tile_index);
     const int begin = load_offset(expert);
     const int end = load_offset(expert + 1);
     const int row_tiles = ceil_div(end - begin, Spec::kBlockM);
-    const int local = number - first_of(expert);
+    const int local = tile_index - first_of(expert);
     const int column_tile = local / row_tiles;
     const int row = begin + (local - column_tile * row_tiles) * Spec::kBlockM;
     return Tile{expert, row, minimum(end - row, Spec::kBlockM), column_tile * Spec::kBlockN};

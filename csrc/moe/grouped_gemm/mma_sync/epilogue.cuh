@@ -11,18 +11,18 @@
 
 namespace flashmoe::moe::mma_sync {
 
-// d[d_row + row] = sums (+ bias), for the columns below num_columns. bias: that of the expert, or null.
+// d[d_row + row] = accum (+ bias), for the columns below num_columns. bias: that of the expert, or null.
 template <typename Spec>
-__device__ __forceinline__ void store_sums(const GemmParams& params, const Tile& tile, int64_t d_row, int num_columns,
-                                           const void* bias, const Accumulator<Spec>& sums,
-                                           ptx::SmemPointer staging_smem) {
+__device__ __forceinline__ void store_plain(const GemmParams& params, const Tile& tile, int64_t d_row, int num_columns,
+                                            const void* bias, const Accumulator<Spec>& accum,
+                                            ptx::SmemPointer staging_smem) {
   using Element = typename Spec::Element;
   const int column = tile.column_tile * Spec::kBlockN + LaneColumns<Spec, 8>::column();
   const bool has_column = column < num_columns;
   float added[8] = {};
   if (bias != nullptr && has_column) load_eight(added, static_cast<const Element*>(bias) + column);
   Element* d_gmem = static_cast<Element*>(params.d) + d_row * params.d_stride + column;
-  for_each_row<8>(sums, staging_smem, [&](int row, float (&values)[8]) {
+  for_each_row<8>(accum, staging_smem, [&](int row, float (&values)[8]) {
     if (!has_column || row >= tile.rows) return;
 #pragma unroll
     for (int i = 0; i < 8; ++i) values[i] += added[i];
@@ -30,16 +30,16 @@ __device__ __forceinline__ void store_sums(const GemmParams& params, const Tile&
   });
 }
 
-// For a tile of z, whose columns are gate and up interleaved by eights or (kPairs) one by one: stores d =
+// For a tile of z, whose columns are gate and up interleaved by eights or (kIsInterleaved) one by one: stores d =
 // activation(z), from the fp32 sums, and z itself in the order of the weights' rows.
-template <typename Spec, bool kPairs>
+template <typename Spec, bool kIsInterleaved>
 __device__ __forceinline__ void store_activation(const GemmParams& params, const Tile& tile,
-                                                 const Accumulator<Spec>& sums, ptx::SmemPointer staging_smem) {
+                                                 const Accumulator<Spec>& accum, ptx::SmemPointer staging_smem) {
   using Element = typename Spec::Element;
   const int width = params.n / 2;
   const int column = (tile.column_tile * Spec::kBlockN + LaneColumns<Spec, 16>::column()) / 2;
   const bool has_column = column < width;
-  const bool is_interleaved = kPairs || params.is_interleaved != 0;
+  const bool is_interleaved = kIsInterleaved || params.is_interleaved != 0;
   float gate_bias[8] = {}, up_bias[8] = {};
   if (params.bias != nullptr && has_column) {
     const Element* bias_gmem = static_cast<const Element*>(params.bias) + static_cast<int64_t>(tile.expert) * params.n;
@@ -47,14 +47,14 @@ __device__ __forceinline__ void store_activation(const GemmParams& params, const
   }
   Element* d_gmem = static_cast<Element*>(params.d) + tile.row * params.d_stride + column;
   Element* z_gmem = static_cast<Element*>(params.preactivation);
-  for_each_row<16>(sums, staging_smem, [&](int row, float (&values)[16]) {
+  for_each_row<16>(accum, staging_smem, [&](int row, float (&values)[16]) {
     if (!has_column || row >= tile.rows) return;
     float gate[8], up[8];
-    if constexpr (kPairs) separate(gate, up, values);
+    if constexpr (kIsInterleaved) separate(gate, up, values);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      gate[i] = (kPairs ? gate[i] : values[i]) + gate_bias[i];
-      up[i] = (kPairs ? up[i] : values[8 + i]) + up_bias[i];
+      gate[i] = (kIsInterleaved ? gate[i] : values[i]) + gate_bias[i];
+      up[i] = (kIsInterleaved ? up[i] : values[8 + i]) + up_bias[i];
     }
     if (z_gmem != nullptr)
       store_gate_up(z_gmem + static_cast<int64_t>(tile.row + row) * params.n, column, width, is_interleaved, gate, up);
@@ -72,22 +72,22 @@ template <typename Spec>
 __device__ __forceinline__ void store_row_dots(const GemmParams& params, const Tile& tile, ptx::SmemPointer dots_smem) {
   const int row = ptx::thread_index();
   if (row >= tile.rows) return;
-  float shares[Spec::kWarpsN];
+  float dots[Spec::kWarpsN];
 #pragma unroll
   for (int warp = 0; warp < Spec::kWarpsN; ++warp)
-    shares[warp] = ptx::ld_shared_float(dots_smem + (warp * Spec::kBlockM + row) * 4);
+    dots[warp] = ptx::ld_shared_float(dots_smem + (warp * Spec::kBlockM + row) * 4);
 #pragma unroll
   for (int width = 1; width < Spec::kWarpsN; width *= 2)
 #pragma unroll
-    for (int warp = 0; warp < Spec::kWarpsN; warp += 2 * width) shares[warp] += shares[warp + width];
+    for (int warp = 0; warp < Spec::kWarpsN; warp += 2 * width) dots[warp] += dots[warp + width];
   ptx::st_global_float(params.row_dots + static_cast<int64_t>(tile.column_tile) * params.slots + tile.row + row,
-                       shares[0]);
+                       dots[0]);
 }
 
-// sums: s = dout w2, the gradient of the activation before multiplication by the row's weight.
+// accum: s = dout w2, the gradient of the activation before multiplication by the row's weight.
 template <typename Spec>
 __device__ __forceinline__ void store_gradient(const GemmParams& params, const Tile& tile,
-                                               const Accumulator<Spec>& sums, ptx::SmemPointer staging_smem) {
+                                               const Accumulator<Spec>& accum, ptx::SmemPointer staging_smem) {
   using Element = typename Spec::Element;
   using Lanes = LaneColumns<Spec, 8>;
   const int column = tile.column_tile * Spec::kBlockN + Lanes::column();
@@ -97,7 +97,7 @@ __device__ __forceinline__ void store_gradient(const GemmParams& params, const T
   const Element* z_gmem = static_cast<const Element*>(params.preactivation);
   Element* d_gmem = static_cast<Element*>(params.d);
   Element* weighted_gmem = static_cast<Element*>(params.weighted_activation) + column;
-  for_each_row<8>(sums, staging_smem, [&](int row, float (&values)[8]) {
+  for_each_row<8>(accum, staging_smem, [&](int row, float (&values)[8]) {
     float dot = 0.0f;
     if (has_column && row < tile.rows) {
       const int64_t slot_row = tile.row + row;
@@ -107,11 +107,11 @@ __device__ __forceinline__ void store_gradient(const GemmParams& params, const T
       with_activation(params.activation, [&](auto activate) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          const ActivationGradient at = activate.backward(gate[i], up[i]);
-          dot += at.value * values[i];
-          weighted[i] = weight * at.value;
-          gate[i] = weight * values[i] * at.by_gate;
-          up[i] = weight * values[i] * at.by_up;
+          const ActivationGradient gradient = activate.backward(gate[i], up[i]);
+          dot += gradient.value * values[i];
+          weighted[i] = weight * gradient.value;
+          gate[i] = weight * values[i] * gradient.by_gate;
+          up[i] = weight * values[i] * gradient.by_up;
         }
       });
       store_eight(weighted_gmem + slot_row * params.n, weighted);

@@ -1,6 +1,6 @@
 // Chooses the chunks of global memory that a thread copies to an operand's tiles, one tile after another along the sum.
 //
-// visit(take) calls take(pass, gmem, valid) for each of the thread's kPasses chunks of the next tile; an invalid chunk
+// visit(copy) calls copy(pass, gmem, valid) for each of the thread's kPasses chunks of the next tile; an invalid chunk
 // becomes zeros, and its address is not read. Chunk `pass` belongs at smem_offset(pass).
 #pragma once
 
@@ -38,11 +38,11 @@ class RowsOperand {
     return row_offset(thread / kRowChunks, thread % kRowChunks) + pass * kRowsPerPass * kRowBytes;
   }
 
-  template <typename Take>
-  __device__ __forceinline__ void visit(Take take) {
+  template <typename Copy>
+  __device__ __forceinline__ void visit(Copy copy) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      take(pass, chunk_gmem_[pass], left_ > 0);
+      copy(pass, chunk_gmem_[pass], left_ > 0);
       chunk_gmem_[pass] += kBlockK;
     }
     left_ -= kBlockK;
@@ -81,11 +81,11 @@ class ColumnsOperand : public ColumnChunks<Spec, kColumns> {
   __device__ __forceinline__ ColumnsOperand(int k, const Element* column_gmem, int64_t stride, bool has_column)
       : chunk_gmem_(column_gmem + Chunks::row() * stride), stride_(stride), left_(has_column ? k - Chunks::row() : 0) {}
 
-  template <typename Take>
-  __device__ __forceinline__ void visit(Take take) {
+  template <typename Copy>
+  __device__ __forceinline__ void visit(Copy copy) {
 #pragma unroll
     for (int pass = 0; pass < Chunks::kPasses; ++pass) {
-      take(pass, chunk_gmem_, left_ > pass * Chunks::kRowsPerPass);
+      copy(pass, chunk_gmem_, left_ > pass * Chunks::kRowsPerPass);
       chunk_gmem_ += Chunks::kRowsPerPass * stride_;
     }
     left_ -= kBlockK;
@@ -118,30 +118,30 @@ class SummedRowsOperand : public ColumnChunks<Spec, kColumns> {
   }
 
   // Rows past the expert's end belong to the next one and are replaced by zeros, since 0 * NaN is NaN.
-  template <typename Take>
-  __device__ __forceinline__ void visit(Take take) {
+  template <typename Copy>
+  __device__ __forceinline__ void visit(Copy copy) {
     if (slots_ == nullptr) {
       const Element* next_gmem = column_gmem_ + (row_ + Chunks::row()) * stride_;
-      visit_rows(take, [&](int) {
+      visit_rows(copy, [&](int) {
         const Element* chunk_gmem = next_gmem;
         next_gmem += Chunks::kRowsPerPass * stride_;
         return chunk_gmem;
       });
     } else {
       const int token = slot_ / top_k_;  // for the tile's row `lane`
-      visit_rows(take, [&](int row) { return column_gmem_ + ptx::shuffle_index(token, row) * stride_; });
+      visit_rows(copy, [&](int row) { return column_gmem_ + ptx::shuffle_index(token, row) * stride_; });
     }
     row_ += kBlockK;
     fetch_slot();
   }
 
  private:
-  template <typename Take, typename Source>
-  __device__ __forceinline__ void visit_rows(Take take, Source source_of) const {
+  template <typename Copy, typename Source>
+  __device__ __forceinline__ void visit_rows(Copy copy, Source source_of) const {
 #pragma unroll
     for (int pass = 0; pass < Chunks::kPasses; ++pass) {
       const int row = Chunks::row() + pass * Chunks::kRowsPerPass;
-      take(pass, source_of(row), has_column_ && row_ + row < end_row_);
+      copy(pass, source_of(row), has_column_ && row_ + row < end_row_);
     }
   }
 

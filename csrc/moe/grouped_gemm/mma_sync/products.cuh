@@ -10,7 +10,7 @@
 
 namespace flashmoe::moe::mma_sync {
 
-enum class Result { kSums, kActivation, kGradient };
+enum class Result { kPlain, kActivation, kGradient };
 
 // The operands of one tile, and how many tiles of kBlockK the sum takes.
 template <typename A, typename B>
@@ -24,9 +24,9 @@ struct Operands {
 // gate and eight of up. Past the end: the last eight of each.
 __device__ __forceinline__ int gated_column(const GemmParams& params, int column) {
   const int width = params.n / 2;
-  const int own = minimum(column / 16 * 8, width - 8) + column % 8;
+  const int half_column = minimum(column / 16 * 8, width - 8) + column % 8;
   const int is_up = column / 8 % 2;
-  return params.is_interleaved != 0 ? 2 * own + is_up : is_up * width + own;
+  return params.is_interleaved != 0 ? 2 * half_column + is_up : is_up * width + half_column;
 }
 
 template <typename Spec, Weights kWeights, Result kResult>
@@ -58,30 +58,30 @@ class RowProduct {
     if constexpr (kBIsMn) {
       using B = ColumnsOperand<Spec, Spec::kBlockN>;
       const int column = first_column + B::column();
-      const int own = kSplitsGate ? gated_column(params_, column) : column;
-      const B b(params_.k, expert_gmem + own, params_.b_stride, column < params_.n);
+      const int weight_column = kSplitsGate ? gated_column(params_, column) : column;
+      const B b(params_.k, expert_gmem + weight_column, params_.b_stride, column < params_.n);
       return Operands<A, B>{a, b, steps};
     } else {
       using B = RowsOperand<Spec, Spec::kBlockN>;
       const B b(params_.k, [&](int r) {
         const int column = first_column + r;
-        const int own = kSplitsGate ? gated_column(params_, column) : minimum(column, params_.n - 1);
-        return expert_gmem + own * params_.b_stride;
+        const int weight_column = kSplitsGate ? gated_column(params_, column) : minimum(column, params_.n - 1);
+        return expert_gmem + weight_column * params_.b_stride;
       });
       return Operands<A, B>{a, b, steps};
     }
   }
 
-  __device__ __forceinline__ void finish(const Tile& tile, const Accumulator<Spec>& sums,
+  __device__ __forceinline__ void finish(const Tile& tile, const Accumulator<Spec>& accum,
                                          ptx::SmemPointer staging_smem) const {
     if constexpr (kResult == Result::kActivation) {
-      store_activation<Spec, kWeights == Weights::kKnPairs>(params_, tile, sums, staging_smem);
+      store_activation<Spec, kWeights == Weights::kKnPairs>(params_, tile, accum, staging_smem);
     } else if constexpr (kResult == Result::kGradient) {
-      store_gradient(params_, tile, sums, staging_smem);
+      store_gradient(params_, tile, accum, staging_smem);
     } else {
       const Element* bias = static_cast<const Element*>(params_.bias);
       if (bias != nullptr) bias += static_cast<int64_t>(tile.expert) * params_.n;
-      store_sums(params_, tile, tile.row, params_.n, bias, sums, staging_smem);
+      store_plain(params_, tile, tile.row, params_.n, bias, accum, staging_smem);
     }
   }
 
@@ -131,10 +131,10 @@ class WeightGradient {
     return Operands<A, B>{a, b, ceil_div(rows, kBlockK)};
   }
 
-  __device__ __forceinline__ void finish(const Tile& tile, const Accumulator<Spec>& sums,
+  __device__ __forceinline__ void finish(const Tile& tile, const Accumulator<Spec>& accum,
                                          ptx::SmemPointer staging_smem) const {
     const int64_t d_row = static_cast<int64_t>(tile.expert) * params_.n + tile.row;
-    store_sums(params_, tile, d_row, params_.k, nullptr, sums, staging_smem);
+    store_plain(params_, tile, d_row, params_.k, nullptr, accum, staging_smem);
   }
 
  private:

@@ -39,7 +39,7 @@ struct TileSpec {
   static_assert(kNumWarps % kWarpsN == 0 && kWarpRows % 16 == 0, "a warp computes whole 16-row blocks");
   static_assert(kWarpColumns % 32 == 0, "a lane's share of a row in the epilogue is 8 or 16 columns");
   static_assert(kBlockM % 64 == 0 || kBlockM == 32, "tiles start at multiples of 128 bytes");
-  static_assert(kBlockN == kDotColumns, "row_dots has one share for these columns");
+  static_assert(kBlockN == kDotColumns, "one row_dots element covers these columns");
   static_assert(kStagingBytes + kWarpsN * kBlockM * 4 <= kRingBytes, "the epilogue works in the ring");
 };
 

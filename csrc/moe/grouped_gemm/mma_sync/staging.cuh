@@ -3,7 +3,7 @@
 // instead of once per register.
 #pragma once
 
-#include "device/convert.cuh"
+#include "moe/eight_elements.cuh"
 #include "moe/grouped_gemm/mma_sync/multiply.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/math.cuh"
@@ -25,10 +25,11 @@ struct LaneColumns {
   }
 };
 
-// Calls take(row of the tile, its sums in the lane's kColumns columns). staging_smem: that of the block, free. Every
-// lane calls take.
-template <int kColumns, typename Spec, typename Take>
-__device__ __forceinline__ void for_each_row(const Accumulator<Spec>& sums, ptx::SmemPointer staging_smem, Take take) {
+// Calls visit(row of the tile, its sums in the lane's kColumns columns). staging_smem: that of the block, free. Every
+// lane calls visit.
+template <int kColumns, typename Spec, typename Visit>
+__device__ __forceinline__ void for_each_row(const Accumulator<Spec>& accum, ptx::SmemPointer staging_smem,
+                                             Visit visit) {
   using Lanes = LaneColumns<Spec, kColumns>;
   const int lane = ptx::lane_index();
   const ptx::SmemPointer warp_smem = staging_smem + ptx::warp_index() * Spec::kWarpStagingBytes;
@@ -42,8 +43,8 @@ __device__ __forceinline__ void for_each_row(const Accumulator<Spec>& sums, ptx:
       for (int n = 0; n < Spec::kMmaN; ++n)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t pair[2] = {ptx::float_bits(sums.d[known][n][2 * half]),
-                                    ptx::float_bits(sums.d[known][n][2 * half + 1])};
+          const uint32_t pair[2] = {ptx::float_bits(accum.d[known][n][2 * half]),
+                                    ptx::float_bits(accum.d[known][n][2 * half + 1])};
           const int offset = (half * 8 + lane / 4) * Spec::kStagingRowBytes + (n * 8 + lane % 4 * 2) * 4;
           ptx::st_shared_64(warp_smem + offset, pair);
         }
@@ -63,29 +64,8 @@ __device__ __forceinline__ void for_each_row(const Accumulator<Spec>& sums, ptx:
         values[i + 2] = four.z;
         values[i + 3] = four.w;
       }
-      take(Spec::warp_row() + m * 16 + row, values);
+      visit(Spec::warp_row() + m * 16 + row, values);
     }
-  }
-}
-
-// Eight neighbouring elements.
-template <typename Element>
-__device__ __forceinline__ void store_eight(Element* gmem, const float* values) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = pack<Element>(values[2 * i], values[2 * i + 1]);
-  ptx::st_global_128(gmem, words);
-}
-
-template <typename Element>
-__device__ __forceinline__ void load_eight(float* values, const Element* gmem) {
-  uint32_t words[4];
-  ptx::ld_global_128(words, gmem);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const float2 pair = unpack<Element>(words[i]);
-    values[2 * i] = pair.x;
-    values[2 * i + 1] = pair.y;
   }
 }
 

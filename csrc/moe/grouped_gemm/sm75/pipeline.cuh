@@ -1,8 +1,8 @@
 // The sum of a tile without cp.async: the next tile is loaded into registers while this one is multiplied.
 #pragma once
 
-#include "moe/grouped_gemm/mma_sync/multiply.cuh"
-#include "moe/grouped_gemm/mma_sync/products.cuh"
+#include "moe/grouped_gemm/mma_sync/kernel.cuh"
+#include "moe/grouped_gemm/sm75/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/memory.cuh"
 
@@ -30,7 +30,7 @@ struct StagedTile {
 
 // while_loading(): work that the block can do until the first tiles have arrived.
 template <typename Spec, typename A, typename B, typename WhileLoading>
-__device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma_sync::Accumulator<Spec>& sums,
+__device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma_sync::Accumulator<Spec>& accum,
                                          ptx::SmemPointer ring_smem, WhileLoading while_loading) {
   const int steps = operands.steps;
   const mma_sync::StageReader<Spec, A::kIsMn, B::kIsMn> reader;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
     for (int k_step = 0; k_step < mma_sync::kSteps; ++k_step) {
       mma_sync::Fragments<Spec> fragments;
       reader.read(fragments, ring_smem + offset, k_step);
-      sums.add_product(fragments);
+      accum.add_product(fragments);
     }
     offset = Spec::kStageBytes - offset;
     if (has_next) {  // the other stage has been free since the last barrier

@@ -1,8 +1,8 @@
 // The sum of a tile with cp.async: a ring of stages, and a step's fragments read one step ahead of their product.
 #pragma once
 
-#include "moe/grouped_gemm/mma_sync/multiply.cuh"
-#include "moe/grouped_gemm/mma_sync/products.cuh"
+#include "moe/grouped_gemm/mma_sync/kernel.cuh"
+#include "moe/grouped_gemm/sm80/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
 
@@ -36,7 +36,7 @@ struct Ring {
 
 // while_loading(): work that the block can do until the first tiles have arrived.
 template <typename Spec, typename A, typename B, typename WhileLoading>
-__device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma_sync::Accumulator<Spec>& sums,
+__device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma_sync::Accumulator<Spec>& accum,
                                          ptx::SmemPointer ring_smem, WhileLoading while_loading) {
   constexpr int kAhead = Spec::kNumStages - 1;
   const int steps = operands.steps;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void multiply(mma_sync::Operands<A, B>& operands, mma
         reading.advance();
         if (step + 1 < steps) reader.read(fragments[(k_step + 1) % 2], ring_smem + reading.offset, 0);
       }
-      sums.add_product(fragments[k_step % 2]);
+      accum.add_product(fragments[k_step % 2]);
     }
   }
 }

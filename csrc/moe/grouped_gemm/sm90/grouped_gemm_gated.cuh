@@ -1,8 +1,8 @@
 // z = a[token(row)] B_e (+ bias_e), d[row] = activation(z), preactivation[row] = z if requested, for sm_90a: as
 // grouped_gemm.cuh, but the producer gathers the rows of A, and a tile's columns are those of gate and up.
 //
-// Which of a thread's sums are gate and up of one column: with nk and kn, sums 64s + i and 64s + 32 + i (the first 64
-// of every 128 columns of B are gate); with kKnPairs, sums 2i and 2i + 1.
+// Which of a thread's accumulators are gate and up of one column: with nk and kn, 64s + i and 64s + 32 + i (the first 64
+// of every 128 columns of B are gate); with kKnPairs, 2i and 2i + 1.
 #pragma once
 
 #include "moe/grouped_gemm/activation.cuh"
@@ -10,7 +10,7 @@
 
 namespace flashmoe::moe::sm90 {
 
-// Writes gate and up of 32 neighbouring columns to a slab, interleaved to 64 columns: `gate` and `up` are their sums.
+// Writes gate and up of 32 neighbouring columns to a slab, interleaved to 64 columns: `gate` and `up` are their accumulators.
 template <typename Element>
 __device__ __forceinline__ void write_interleaved_slab(unsigned char* smem, const float* gate, const float* up) {
   const int lane = ptx::lane_index();
@@ -27,10 +27,10 @@ __device__ __forceinline__ void write_interleaved_slab(unsigned char* smem, cons
   }
 }
 
-// Writes 64 columns to a slab. This thread has column 4j + lane % 4 in sums 4j + 2r; lanes pair up, so that each has
-// two neighbouring columns.
+// Writes 64 columns to a slab. This thread has column 4j + lane % 4 in accumulators 4j + 2r; lanes pair up, so that
+// each has two neighbouring columns.
 template <typename Element>
-__device__ __forceinline__ void write_paired_slab(unsigned char* smem, const float* sums) {
+__device__ __forceinline__ void write_paired_slab(unsigned char* smem, const float* accum) {
   const int lane = ptx::lane_index();
   const bool is_odd = lane % 2 != 0;
 #pragma unroll
@@ -38,7 +38,7 @@ __device__ __forceinline__ void write_paired_slab(unsigned char* smem, const flo
     const int row = ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
 #pragma unroll
     for (int chunk = 0; chunk < 8; ++chunk) {
-      const float first = sums[8 * chunk + 2 * r], second = sums[8 * chunk + 4 + 2 * r];
+      const float first = accum[8 * chunk + 2 * r], second = accum[8 * chunk + 4 + 2 * r];
       const float other = ptx::shuffle_xor(is_odd ? first : second, 1);
       const uint32_t pair = is_odd ? pack<Element>(other, second) : pack<Element>(first, other);
       const int word = lane % 2 * 2 + lane % 4 / 2;
@@ -56,24 +56,24 @@ struct GatedEpilogue {
   const ptx::TensorMap& z_map;
   OutputSlabs<Spec> slabs;
 
-  __device__ __forceinline__ GatedEpilogue(const GemmParams& params_, const SharedMemory<Spec>& shared, int consumer,
+  __device__ __forceinline__ GatedEpilogue(const GemmParams& params_, const SharedMemory<Spec>& smem, int consumer,
                                            const ptx::TensorMap& d_map_, const ptx::TensorMap& z_map_)
-      : params(params_), d_map(d_map_), z_map(z_map_), slabs(shared, consumer) {}
+      : params(params_), d_map(d_map_), z_map(z_map_), slabs(smem, consumer) {}
 
   __device__ __forceinline__ int columns() const { return params.n / 2; }
 
   // Adds the expert's bias of gate and up when they are not neighbours in a thread.
-  __device__ __forceinline__ void add_bias_of_halves(float* sums, const Element* bias, int column) const {
+  __device__ __forceinline__ void add_bias_of_halves(float* accum, const Element* bias, int column) const {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const int at = column + 8 * j + ptx::lane_index() % 4 * 2;
+      const int gate_column = column + 8 * j + ptx::lane_index() % 4 * 2;
       uint32_t words[2] = {0, 0};  // gate, up of the two columns; interleaved: both of the first, both of the second
-      if (at < columns()) {
+      if (gate_column < columns()) {
         if (params.is_interleaved != 0) {
-          ptx::ld_global_64(words, bias + 2 * at);
+          ptx::ld_global_64(words, bias + 2 * gate_column);
         } else {
-          words[0] = ptx::ld_global_32(bias + at);
-          words[1] = ptx::ld_global_32(bias + columns() + at);
+          words[0] = ptx::ld_global_32(bias + gate_column);
+          words[1] = ptx::ld_global_32(bias + columns() + gate_column);
         }
       }
       float2 gate = unpack<Element>(words[0]), up = unpack<Element>(words[1]);
@@ -84,83 +84,85 @@ struct GatedEpilogue {
       }
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        sums[4 * j + 2 * r] += gate.x;
-        sums[4 * j + 2 * r + 1] += gate.y;
-        sums[32 + 4 * j + 2 * r] += up.x;
-        sums[32 + 4 * j + 2 * r + 1] += up.y;
+        accum[4 * j + 2 * r] += gate.x;
+        accum[4 * j + 2 * r + 1] += gate.y;
+        accum[32 + 4 * j + 2 * r] += up.x;
+        accum[32 + 4 * j + 2 * r + 1] += up.y;
       }
     }
   }
 
-  template <int kSums>
-  __device__ __forceinline__ void add_biases(const WarpgroupTile<Spec>& own, float (&sums)[kSums]) const {
-    const Element* bias = static_cast<const Element*>(params.bias) + static_cast<int64_t>(own.expert) * params.n;
+  template <int kNumAccum>
+  __device__ __forceinline__ void add_biases(const WarpgroupTile<Spec>& wg_tile, float (&accum)[kNumAccum]) const {
+    const Element* bias = static_cast<const Element*>(params.bias) + static_cast<int64_t>(wg_tile.expert) * params.n;
     if constexpr (kIsPaired) {
-      const int column = 2 * own.column + ptx::lane_index() % 4 * 2;
-      add_bias(sums, bias + column, params.n - column);
+      const int column = 2 * wg_tile.column + ptx::lane_index() % 4 * 2;
+      add_bias(accum, bias + column, params.n - column);
     } else {
 #pragma unroll
-      for (int s = 0; s < kSums / 64; ++s) add_bias_of_halves(sums + 64 * s, bias, own.column + 64 * s);
+      for (int s = 0; s < kNumAccum / 64; ++s) add_bias_of_halves(accum + 64 * s, bias, wg_tile.column + 64 * s);
     }
   }
 
   // Two slabs per 64 columns of the result.
-  template <int kSums>
-  __device__ __forceinline__ void store_preactivation(const WarpgroupTile<Spec>& own, const float (&sums)[kSums]) {
+  template <int kNumAccum>
+  __device__ __forceinline__ void store_preactivation(const WarpgroupTile<Spec>& wg_tile,
+                                                      const float (&accum)[kNumAccum]) {
     const bool is_interleaved = kIsPaired || params.is_interleaved != 0;
 #pragma unroll
-    for (int s = 0; s < kSums / 64; ++s) {
+    for (int s = 0; s < kNumAccum / 64; ++s) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float* half_sums = sums + 64 * s + 32 * half;
-        const int column = own.column + 64 * s + (is_interleaved ? 32 * half : 0);
+        const float* half_accum = accum + 64 * s + 32 * half;
+        const int column = wg_tile.column + 64 * s + (is_interleaved ? 32 * half : 0);
         if (column >= columns()) break;
         unsigned char* smem = slabs.acquire();
         if (kIsPaired || !is_interleaved) {
-          write_slab<Element>(smem, half_sums);
+          write_slab<Element>(smem, half_accum);
         } else {
-          write_interleaved_slab<Element>(smem, sums + 64 * s + 16 * half, sums + 64 * s + 32 + 16 * half);
+          write_interleaved_slab<Element>(smem, accum + 64 * s + 16 * half, accum + 64 * s + 32 + 16 * half);
         }
         Element* z = static_cast<Element*>(params.preactivation);
         if (is_interleaved) {
-          slabs.store(SlabTarget{z_map, z, params.n, params.n, 0}, own.row, own.rows, 2 * column);
+          slabs.store(SlabTarget{z_map, z, params.n, params.n, 0}, wg_tile.row, wg_tile.rows, 2 * column);
         } else {
-          slabs.store(SlabTarget{z_map, z + half * columns(), params.n, columns(), half}, own.row, own.rows, column);
+          slabs.store(SlabTarget{z_map, z + half * columns(), params.n, columns(), half}, wg_tile.row, wg_tile.rows,
+                      column);
         }
       }
     }
   }
 
   // The activation replaces gate.
-  template <int kSums>
-  __device__ __forceinline__ void activate(float (&sums)[kSums]) const {
+  template <int kNumAccum>
+  __device__ __forceinline__ void activate(float (&accum)[kNumAccum]) const {
     with_activation(params.activation, [&](auto activation) {
 #pragma unroll
-      for (int i = 0; i < kSums / 2; ++i) {
+      for (int i = 0; i < kNumAccum / 2; ++i) {
         const int gate = kIsPaired ? 2 * i : i / 32 * 64 + i % 32;
-        sums[gate] = activation.forward(sums[gate], sums[gate + (kIsPaired ? 1 : 32)]);
+        accum[gate] = activation.forward(accum[gate], accum[gate + (kIsPaired ? 1 : 32)]);
       }
     });
   }
 
   // Stores kSums columns of the result, in slabs of 64, from own.column on.
-  template <int kSums>
-  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kSums]) {
-    if (params.bias != nullptr) add_biases(own, sums);
-    if (params.preactivation != nullptr) store_preactivation(own, sums);
-    activate(sums);
+  template <int kNumAccum>
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& wg_tile, float (&accum)[kNumAccum]) {
+    if (params.bias != nullptr) add_biases(wg_tile, accum);
+    if (params.preactivation != nullptr) store_preactivation(wg_tile, accum);
+    activate(accum);
     const SlabTarget to{d_map, params.d, params.d_stride, columns(), 0};
 #pragma unroll
-    for (int s = 0; s < kSums / 64; ++s) {
-      const int column = own.column + 64 * s;
+    for (int s = 0; s < kNumAccum / 64; ++s) {
+      const int column = wg_tile.column + 64 * s;
       if (column >= columns()) break;
       unsigned char* smem = slabs.acquire();
       if constexpr (kIsPaired) {
-        write_paired_slab<Element>(smem, sums + 64 * s);
+        write_paired_slab<Element>(smem, accum + 64 * s);
       } else {
-        write_slab<Element>(smem, sums + 64 * s);
+        write_slab<Element>(smem, accum + 64 * s);
       }
-      slabs.store(to, own.row, own.rows, column);
+      slabs.store(to, wg_tile.row, wg_tile.rows, column);
     }
   }
 

@@ -42,50 +42,50 @@ struct GatedBackwardSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumW
 // consumer. A wait names only the parity of a phase, so no warp may wait for a stage before the earlier stages have
 // been waited for.
 template <typename Spec>
-__device__ __forceinline__ ptx::Mbarrier* order_barrier(const SharedMemory<Spec>& shared, int consumer) {
-  return shared.barrier(Spec::kNumBarriers + consumer);
+__device__ __forceinline__ ptx::Mbarrier* order_barrier(const SharedMemory<Spec>& smem, int consumer) {
+  return smem.barrier(Spec::kNumBarriers + consumer);
 }
 
 template <typename Spec>
-__device__ __forceinline__ void init_pingpong_barriers(const SharedMemory<Spec>& shared) {
+__device__ __forceinline__ void init_pingpong_barriers(const SharedMemory<Spec>& smem) {
   constexpr int kConsumerWarps = 4;  // of the consumer whose tile it is
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
-    ptx::mbarrier_init(shared.full(stage), 1);
-    ptx::mbarrier_init(shared.empty(stage), kConsumerWarps);
+    ptx::mbarrier_init(smem.full(stage), 1);
+    ptx::mbarrier_init(smem.empty(stage), kConsumerWarps);
   }
 #pragma unroll
   for (int slot = 0; slot < Spec::kNumTileSlots; ++slot) {
-    ptx::mbarrier_init(shared.tile_full(slot), 1);
+    ptx::mbarrier_init(smem.tile_full(slot), 1);
     // Both consumers read every tile.
-    ptx::mbarrier_init(shared.tile_empty(slot), Spec::kNumConsumers * kConsumerWarps);
+    ptx::mbarrier_init(smem.tile_empty(slot), Spec::kNumConsumers * kConsumerWarps);
   }
-  ptx::mbarrier_init(order_barrier(shared, 0), kConsumerWarps);
-  ptx::mbarrier_init(order_barrier(shared, 1), kConsumerWarps);
+  ptx::mbarrier_init(order_barrier(smem, 0), kConsumerWarps);
+  ptx::mbarrier_init(order_barrier(smem, 1), kConsumerWarps);
   ptx::mbarrier_init_fence();
 }
 
 // One warpgroup's products of a tile of 128 rows.
 template <typename Spec, Weights kWeights>
 struct TileProducts {
-  const SharedMemory<Spec> shared;
+  const SharedMemory<Spec> smem;
   const int consumer;
-  RingPosition<Spec::kNumStages> at;
+  RingPosition<Spec::kNumStages> state;
   int order_parity;
 
-  __device__ __forceinline__ TileProducts(const SharedMemory<Spec>& shared_, int consumer_)
-      : shared(shared_), consumer(consumer_), order_parity(consumer_ == 0 ? 1 : 0) {}
+  __device__ __forceinline__ TileProducts(const SharedMemory<Spec>& smem_, int consumer_)
+      : smem(smem_), consumer(consumer_), order_parity(consumer_ == 0 ? 1 : 0) {}
 
   // Skips the stages of the other consumer's tile.
   __device__ __forceinline__ void skip(int blocks) {
-    const int passed = at.stage + blocks;
-    at.parity ^= passed / Spec::kNumStages % 2;
-    at.stage = passed % Spec::kNumStages;
+    const int passed = state.stage + blocks;
+    state.parity ^= passed / Spec::kNumStages % 2;
+    state.stage = passed % Spec::kNumStages;
   }
 
-  __device__ __forceinline__ void issue(float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], bool is_first) const {
-    ptx::mbarrier_wait(shared.full(at.stage), at.parity);
-    issue_stage<Spec, kWeights, 64, Spec::kRowBlocks>(sums, shared, at.stage, 0, is_first);
+  __device__ __forceinline__ void issue(float (&accum)[Spec::kRowBlocks][Spec::kAccumulators], bool is_first) const {
+    ptx::mbarrier_wait(smem.full(state.stage), state.parity);
+    issue_stage<Spec, kWeights, 64, Spec::kRowBlocks>(accum, smem, state.stage, 0, is_first);
   }
 
   // One arrival per warp: its wgmma_wait ensures that its share of the product has read the stage.
@@ -93,25 +93,25 @@ struct TileProducts {
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  __device__ __forceinline__ void multiply(float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], int blocks) {
-    ptx::mbarrier_wait(order_barrier(shared, consumer), order_parity);
+  __device__ __forceinline__ void multiply(float (&accum)[Spec::kRowBlocks][Spec::kAccumulators], int blocks) {
+    ptx::mbarrier_wait(order_barrier(smem, consumer), order_parity);
     order_parity ^= 1;
-    issue(sums, true);
-    int before = at.stage;
-    at.advance();
+    issue(accum, true);
+    int before = state.stage;
+    state.advance();
     for (int block = 1; block < blocks; ++block) {
-      issue(sums, false);
+      issue(accum, false);
       ptx::wgmma_wait<1>();
-      arrive(shared.empty(before));
-      before = at.stage;
-      at.advance();
+      arrive(smem.empty(before));
+      before = state.stage;
+      state.advance();
     }
     ptx::warp_sync();  // no lane of the warp still waits for a stage
-    arrive(order_barrier(shared, 1 - consumer));
+    arrive(order_barrier(smem, 1 - consumer));
     ptx::wgmma_wait<0>();
 #pragma unroll
-    for (int block = 0; block < Spec::kRowBlocks; ++block) ptx::wgmma_fence_operands(sums[block]);
-    arrive(shared.empty(before));
+    for (int block = 0; block < Spec::kRowBlocks; ++block) ptx::wgmma_fence_operands(accum[block]);
+    arrive(smem.empty(before));
   }
 };
 
@@ -126,18 +126,18 @@ struct BackwardEpilogue {
   static constexpr int kDotSlabs = kDotColumns / 64;
 
   const GemmParams& params;
-  unsigned char* const smem;  // this warp's part of the consumer's first buffer
-  const int matrix_offset;    // in a buffer: this lane's row of 16 columns, for ldmatrix and stmatrix
-  const int row_in_tile;      // the warp's first row
+  unsigned char* const warp_smem;  // this warp's part of the consumer's first buffer
+  const int matrix_offset;         // in a buffer: this lane's row of 16 columns, for ldmatrix and stmatrix
+  const int row_in_tile;           // the warp's first row
   Tile tile;
 
-  __device__ __forceinline__ BackwardEpilogue(const GemmParams& params_, const SharedMemory<Spec>& shared, int consumer)
+  __device__ __forceinline__ BackwardEpilogue(const GemmParams& params_, const SharedMemory<Spec>& smem, int consumer)
       : params(params_),
-        smem(shared.output(consumer, 0) + ptx::warp_index() % 4 * (16 * 128)),
+        warp_smem(smem.output(consumer, 0) + ptx::warp_index() % 4 * (16 * 128)),
         matrix_offset(swizzled(lane() % 16, lane() / 16)),
         row_in_tile((Spec::kIsPingpong ? 0 : consumer * 64) + ptx::warp_index() % 4 * 16) {}
 
-  __device__ __forceinline__ unsigned char* buffer(int index) const { return smem + index * Spec::kSlabBytes; }
+  __device__ __forceinline__ unsigned char* buffer(int index) const { return warp_smem + index * Spec::kSlabBytes; }
   // The buffers of z: gate then up or, interleaved, the first and the second 64 of the subtile's 128 columns.
   static constexpr int kFirstZ = Spec::kFetchesAhead ? 3 : 0;
   __device__ __forceinline__ unsigned char* z(int half) const { return buffer(kFirstZ + half); }
@@ -164,35 +164,35 @@ struct BackwardEpilogue {
 
   // Recomputed where it is used: values derived from it would occupy registers.
   static __device__ __forceinline__ uint32_t lane() { return ptx::recompute(static_cast<uint32_t>(ptx::lane_index())); }
-  static __device__ __forceinline__ int swizzled(uint32_t at_row, uint32_t chunk) {
-    return static_cast<int>(at_row * 128 + (chunk ^ at_row % 8) * 16);
+  static __device__ __forceinline__ int swizzled(uint32_t smem_row, uint32_t chunk) {
+    return static_cast<int>(smem_row * 128 + (chunk ^ smem_row % 8) * 16);
   }
 
   // A lane's copies of 16 rows by 64 columns: 16 bytes of rows `row`, + 4, + 8 and + 12, eight lanes per row.
   struct Copies {
     int row, column;
-    int at;  // offset in a buffer
+    int offset;  // in a buffer
 
     __device__ __forceinline__ explicit Copies(uint32_t lane)
-        : row(lane / 8), column(lane % 8 * 8), at(swizzled(lane / 8, lane % 8)) {}
+        : row(lane / 8), column(lane % 8 * 8), offset(swizzled(lane / 8, lane % 8)) {}
     // Every 4 rows, bit 2 of the swizzled chunk changes.
-    __device__ __forceinline__ int offset_of(int i) const { return (at ^ i % 2 * 64) + i * 512; }
+    __device__ __forceinline__ int offset_of(int i) const { return (offset ^ i % 2 * 64) + i * 512; }
   };
 
   // Starts the copies of a subtile's z. Rows past the expert's last and columns past the last become zeros.
   __device__ __forceinline__ void fetch(int subtile) const {
-    const Copies own(lane());
-    const int rows = tile.end_row - row(subtile) - own.row;
+    const Copies copies(lane());
+    const int rows = tile.end_row - row(subtile) - copies.row;
     const int64_t stride = 2 * params.n;
     const Element* row_gmem =
-        static_cast<const Element*>(params.preactivation) + (row(subtile) + own.row) * stride + own.column;
+        static_cast<const Element*>(params.preactivation) + (row(subtile) + copies.row) * stride + copies.column;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool has_columns = own.column < z_columns(subtile, half);
+      const bool has_columns = copies.column < z_columns(subtile, half);
       const Element* from = row_gmem + z_column(subtile, half);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        ptx::cp_async_16(z(half) + own.offset_of(i), from + i * 4 * stride, has_columns && i * 4 < rows ? 16 : 0);
+        ptx::cp_async_16(z(half) + copies.offset_of(i), from + i * 4 * stride, has_columns && i * 4 < rows ? 16 : 0);
       }
     }
     ptx::cp_async_commit();
@@ -201,18 +201,18 @@ struct BackwardEpilogue {
   // Stores 64 columns of a subtile, or those that exist.
   __device__ __forceinline__ void store(int index, void* to, int64_t stride, int first_row, int first_column,
                                         int columns) const {
-    const Copies own(lane());
-    const int rows = tile.end_row - first_row - own.row;
-    Element* gmem = static_cast<Element*>(to) + (first_row + own.row) * stride + (first_column + own.column);
+    const Copies copies(lane());
+    const int rows = tile.end_row - first_row - copies.row;
+    Element* gmem = static_cast<Element*>(to) + (first_row + copies.row) * stride + (first_column + copies.column);
 #pragma unroll
     for (int first = 0; first < 4; first += 2) {
       uint32_t words[2][4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) ptx::ld_shared_128(words[i], buffer(index) + own.offset_of(first + i));
+      for (int i = 0; i < 2; ++i) ptx::ld_shared_128(words[i], buffer(index) + copies.offset_of(first + i));
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int at = (first + i) * 4;
-        if (at < rows && own.column < columns) ptx::st_global_128(gmem + at * stride, words[i]);
+        const int copy_row = (first + i) * 4;
+        if (copy_row < rows && copies.column < columns) ptx::st_global_128(gmem + copy_row * stride, words[i]);
       }
     }
   }
@@ -260,7 +260,7 @@ struct BackwardEpilogue {
   // Replaces 32 columns of z in shared memory by its gradient and writes the activation. Adds to `dots` in the order of
   // the columns.
   template <typename Function>
-  __device__ __forceinline__ void compute(Function, const float (&sums)[kSums], const float (&weights)[2],
+  __device__ __forceinline__ void compute(Function, const float (&accum)[kSums], const float (&weights)[2],
                                           float (&dots)[2], int first_step, int columns) const {
 #pragma unroll
     for (int i_step = 0; i_step < 2; ++i_step) {
@@ -272,7 +272,7 @@ struct BackwardEpilogue {
         const float weight = weights[i % 2];
         const float2 g = unpack<Element>(gate[i]);
         const float2 u = unpack<Element>(up[i]);
-        const float first = sums[8 * i_step + 2 * i], second = sums[8 * i_step + 2 * i + 1];
+        const float first = accum[8 * i_step + 2 * i], second = accum[8 * i_step + 2 * i + 1];
         const ActivationGradient one = Function::backward(g.x, u.x), other = Function::backward(g.y, u.y);
         gate[i] = pack<Element>(weight * first * one.by_gate, weight * second * other.by_gate);
         up[i] = pack<Element>(weight * first * one.by_up, weight * second * other.by_up);
@@ -290,10 +290,11 @@ struct BackwardEpilogue {
     }
   }
 
-  // Copies the sums of half-subtile number `half`, which is known only at run time, so that there is one copy of the
+  // Copies the accumulators of half-subtile `half`, which is known only at run time, so that there is one copy of the
   // code that follows.
-  static __device__ __forceinline__ void take(float (&of_half)[kSums],
-                                              const float (&sums)[Spec::kRowBlocks][Spec::kAccumulators], int half) {
+  static __device__ __forceinline__ void copy_half(float (&of_half)[kSums],
+                                                   const float (&accum)[Spec::kRowBlocks][Spec::kAccumulators],
+                                                   int half) {
     constexpr int kHalves = 2 * Spec::kColumnSlabs;  // of 64 rows
 #pragma unroll
     for (int other = 0; other < 2 * kSubtiles; ++other) {
@@ -301,7 +302,7 @@ struct BackwardEpilogue {
 #pragma unroll
       for (int i = 0; i < kSums; ++i)
         of_half[i] =
-            ptx::bits_float(ptx::recompute(ptx::float_bits(sums[other / kHalves][other % kHalves * kSums + i])));
+            ptx::bits_float(ptx::recompute(ptx::float_bits(accum[other / kHalves][other % kHalves * kSums + i])));
     }
   }
 
@@ -326,7 +327,7 @@ struct BackwardEpilogue {
     return subtile;
   }
 
-  __device__ __forceinline__ void run(const float (&sums)[Spec::kRowBlocks][Spec::kAccumulators]) const {
+  __device__ __forceinline__ void run(const float (&accum)[Spec::kRowBlocks][Spec::kAccumulators]) const {
     float dots[2] = {0.0f, 0.0f};
     float weights[2] = {0.0f, 0.0f};
 #pragma unroll 1
@@ -345,7 +346,7 @@ struct BackwardEpilogue {
 #pragma unroll 1
       for (int half = 0; half < 2; ++half) {
         float of_half[kSums];
-        take(of_half, sums, 2 * subtile + half);
+        copy_half(of_half, accum, 2 * subtile + half);
         with_activation(params.activation, [&](auto function) {
           compute(function, of_half, weights, dots, 2 * half, params.n - column(subtile));
         });
@@ -371,54 +372,54 @@ struct BackwardEpilogue {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float dot = quad_sum(dots[r]);
-      const int at = first + 8 * r;
-      if (ptx::lane_index() % 4 == 0 && at < tile.end_row) {
-        ptx::st_global_float(params.row_dots + dot_tile * params.slots + at, dot);
+      const int dot_row = first + 8 * r;
+      if (ptx::lane_index() % 4 == 0 && dot_row < tile.end_row) {
+        ptx::st_global_float(params.row_dots + dot_tile * params.slots + dot_row, dot);
       }
     }
   }
 };
 
 template <typename Spec, Weights kWeights>
-__device__ __forceinline__ void consume_pingpong(const GemmParams& params, const SharedMemory<Spec>& shared,
+__device__ __forceinline__ void consume_pingpong(const GemmParams& params, const SharedMemory<Spec>& smem,
                                                  int consumer) {
   const int blocks = ceil_div(params.k, Spec::kBlockK);
-  TileProducts<Spec, kWeights> products(shared, consumer);
-  BackwardEpilogue<Spec> epilogue(params, shared, consumer);
-  RingPosition<Spec::kNumTileSlots> slot;
+  TileProducts<Spec, kWeights> products(smem, consumer);
+  BackwardEpilogue<Spec> epilogue(params, smem, consumer);
+  RingPosition<Spec::kNumTileSlots> tile_state;
   bool is_mine = consumer == 0;
   for (;; is_mine = !is_mine) {
-    const Tile tile = take_tile<Spec>(shared, slot);
+    const Tile tile = next_tile<Spec>(smem, tile_state);
     if (tile.expert < 0) break;
     if (!is_mine) {
       products.skip(blocks);
       continue;
     }
-    float sums[Spec::kRowBlocks][Spec::kAccumulators];
+    float accum[Spec::kRowBlocks][Spec::kAccumulators];
     epilogue.start(tile);
-    products.multiply(sums, blocks);
-    epilogue.run(sums);
+    products.multiply(accum, blocks);
+    epilogue.run(accum);
   }
 }
 
 template <typename Spec, Weights kWeights>
-__device__ __forceinline__ void consume_cooperative(const GemmParams& params, const SharedMemory<Spec>& shared,
+__device__ __forceinline__ void consume_cooperative(const GemmParams& params, const SharedMemory<Spec>& smem,
                                                     int consumer) {
   const int blocks = ceil_div(params.k, Spec::kBlockK);
-  Mainloop<Spec, kWeights> mainloop(shared, consumer);
-  BackwardEpilogue<Spec> epilogue(params, shared, consumer);
-  RingPosition<Spec::kNumTileSlots> slot;
+  Mainloop<Spec, kWeights> mainloop(smem, consumer);
+  BackwardEpilogue<Spec> epilogue(params, smem, consumer);
+  RingPosition<Spec::kNumTileSlots> tile_state;
   while (true) {
-    const Tile tile = take_tile<Spec>(shared, slot);
+    const Tile tile = next_tile<Spec>(smem, tile_state);
     if (tile.expert < 0) break;
     if (tile.first_row + consumer * 64 >= tile.end_row) {
       mainloop.skip(blocks);
       continue;
     }
-    float sums[Spec::kRowBlocks][Spec::kAccumulators];
+    float accum[Spec::kRowBlocks][Spec::kAccumulators];
     epilogue.start(tile);
-    mainloop.template multiply<1>(sums, blocks);
-    epilogue.run(sums);
+    mainloop.template multiply<1>(accum, blocks);
+    epilogue.run(accum);
   }
 }
 
@@ -426,7 +427,7 @@ template <typename Spec, Weights kWeights>
 __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& params, const ptx::TensorMap& a_map,
                                                             const ptx::TensorMap& b_nk_map,
                                                             const ptx::TensorMap& b_kn_map) {
-  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  const SharedMemory<Spec> smem{ptx::dynamic_shared_memory()};
   const ptx::TensorMap& b_map = kWeights == Weights::kNk ? b_nk_map : b_kn_map;
   // The shuffle tells the compiler that the role is the same in the whole warp.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
@@ -436,9 +437,9 @@ __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& pa
     ptx::prefetch_tensor_map(&a_map);
     ptx::prefetch_tensor_map(&b_map);
     if constexpr (Spec::kIsPingpong) {
-      init_pingpong_barriers(shared);
+      init_pingpong_barriers(smem);
     } else {
-      init_barriers(shared);
+      init_barriers(smem);
     }
   }
   ptx::barrier_sync_block();
@@ -447,13 +448,13 @@ __device__ __forceinline__ void grouped_gemm_gated_backward(const GemmParams& pa
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    produce<Spec, kWeights>(params, shared, warp, &a_map, b_map);
+    produce<Spec, kWeights>(params, smem, warp, &a_map, b_map);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     if constexpr (Spec::kIsPingpong) {
-      consume_pingpong<Spec, kWeights>(params, shared, warpgroup - 1);
+      consume_pingpong<Spec, kWeights>(params, smem, warpgroup - 1);
     } else {
-      consume_cooperative<Spec, kWeights>(params, shared, warpgroup - 1);
+      consume_cooperative<Spec, kWeights>(params, smem, warpgroup - 1);
     }
   }
 }

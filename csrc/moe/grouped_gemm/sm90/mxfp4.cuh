@@ -29,7 +29,7 @@ struct Mxfp4Spec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNumWarps, kO
   static constexpr int kFullArrivals = kProducerThreads + (kGathersA_ ? kProducerThreads : 1);
   static constexpr int kProducerRegisters = 120;
   static constexpr int kConsumerRegisters = 192;
-  // Pieces of 16 bytes, the codes of one scale: two per row and stage.
+  // Chunks of 16 bytes, the codes of one scale: two per row and stage.
   static constexpr int kPieces = kBlockN * 2 / kProducerThreads;  // per thread
   static constexpr int kCodesBytes = kBlockN * 32;                // per stage
   static constexpr int kCodesOffset = Tile::kSharedBytes;
@@ -48,42 +48,42 @@ using Mxfp4GatedGemmSpec =
 
 // The weight row for row `within` of the tile's B or, past the end, one that exists; is_there: whether it exists.
 template <typename Spec>
-__device__ __forceinline__ int weight_row(const GemmParams& params, const Tile& tile, int within, bool& is_there) {
+__device__ __forceinline__ int weight_row(const GemmParams& params, const Tile& tile, int within, bool& is_valid) {
   const int column = tile.n_block * Spec::kOutputColumns;
   if constexpr (!Spec::kIsGated) {
-    is_there = column + within < params.n;
+    is_valid = column + within < params.n;
     return minimum(column + within, params.n - 1);
   }
   const int half = params.n / 2, is_up = within / 64 % 2;  // of 128 rows the first 64 are gate
-  const int own = column + within / 128 * 64 + within % 64;
-  is_there = own < half;
-  const int found = minimum(own, half - 1);
+  const int half_column = column + within / 128 * 64 + within % 64;
+  is_valid = half_column < half;
+  const int found = minimum(half_column, half - 1);
   return params.is_interleaved != 0 ? 2 * found + is_up : is_up * half + found;
 }
 
-// A thread's pieces of a tile's weights, one stage at a time: one of every 64 rows.
+// A thread's chunks of a tile's weights, one stage at a time: one of every 64 rows.
 template <typename Spec>
 struct Codes {
   const unsigned char* code_gmem[Spec::kPieces];
   const uint8_t* scale_gmem[Spec::kPieces];
-  uint32_t valid;                     // bit i: the row of piece i exists
+  uint32_t valid;                     // bit i: the row of chunk i exists
   uint32_t scales[2][Spec::kPieces];  // of the next stage and the one after it
   int copied;                         // stages
   int blocks;                         // of k, each with a scale
 
   __device__ __forceinline__ void find(const Mxfp4GemmParams& params, const Tile& tile) {
     const GemmParams& gemm = params.gemm;
-    const int piece = ptx::thread_index() % 2;
+    const int chunk = ptx::thread_index() % 2;
     blocks = gemm.k / kMxfp4Block;
     valid = 0;
     copied = 0;
 #pragma unroll
     for (int i = 0; i < Spec::kPieces; ++i) {
-      bool is_there;
-      const int row = weight_row<Spec>(gemm, tile, ptx::thread_index() / 2 + 64 * i, is_there);
-      valid |= (is_there ? 1u : 0u) << i;
+      bool is_valid;
+      const int row = weight_row<Spec>(gemm, tile, ptx::thread_index() / 2 + 64 * i, is_valid);
+      valid |= (is_valid ? 1u : 0u) << i;
       code_gmem[i] = static_cast<const unsigned char*>(gemm.b) +
-                     (tile.expert * gemm.b_expert_stride + row * gemm.b_stride) * 2 + piece * 16;
+                     (tile.expert * gemm.b_expert_stride + row * gemm.b_stride) * 2 + chunk * 16;
       scale_gmem[i] = params.b_scale + (static_cast<int64_t>(tile.expert) * gemm.n + row) * blocks;
     }
     load_scales(0, scales[0]);
@@ -110,7 +110,7 @@ struct Codes {
 
   template <bool kIsLarge>
   __device__ __forceinline__ void convert(ptx::SmemPointer codes_smem, ptx::SmemPointer b_smem) const {
-    const int piece = ptx::thread_index() % 2, first_row = ptx::thread_index() / 2;
+    const int chunk = ptx::thread_index() % 2, first_row = ptx::thread_index() / 2;
 #pragma unroll
     for (int i = 0; i < Spec::kPieces; ++i) {
       uint32_t codes[4];
@@ -122,7 +122,7 @@ struct Codes {
         uint32_t pairs[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) pairs[j] = scale.apply(spread_neighbours(codes[eight], codes[eight] << 4, j));
-        ptx::st_shared_128(row_smem + ((4 * piece + eight) ^ first_row % 8) * 16, pairs);
+        ptx::st_shared_128(row_smem + ((4 * chunk + eight) ^ first_row % 8) * 16, pairs);
       }
     }
   }
@@ -145,26 +145,26 @@ struct Codes {
 
 // Completes when a stage of codes has arrived.
 template <typename Spec>
-__device__ __forceinline__ ptx::Mbarrier* codes_full(const SharedMemory<Spec>& shared, int slot) {
-  return reinterpret_cast<ptx::Mbarrier*>(shared.base + Spec::kCodesBarrierOffset) + slot;
+__device__ __forceinline__ ptx::Mbarrier* codes_full(const SharedMemory<Spec>& smem, int stage) {
+  return reinterpret_cast<ptx::Mbarrier*>(smem.base + Spec::kCodesBarrierOffset) + stage;
 }
 
 // The work of each producer warp for a tile.
 template <typename Spec>
 struct Mxfp4Loads {
   const Mxfp4GemmParams& params;
-  const SharedMemory<Spec> shared;
+  const SharedMemory<Spec> smem;
   const ptx::TensorMap* a_map;  // null if rows are gathered
-  RingPosition<Spec::kNumStages> at;
+  RingPosition<Spec::kNumStages> state;
   RingPosition<Spec::kAhead> filled, next;  // of codes: where copies go, and where the next stage's are
 
-  __device__ __forceinline__ ptx::SmemPointer codes(int slot) const {
-    return ptx::SmemPointer(shared.base + Spec::kCodesOffset + slot * Spec::kCodesBytes);
+  __device__ __forceinline__ ptx::SmemPointer codes(int stage) const {
+    return ptx::SmemPointer(smem.base + Spec::kCodesOffset + stage * Spec::kCodesBytes);
   }
 
   __device__ __forceinline__ void copy(Codes<Spec>& weights) {
     weights.copy(codes(filled.stage));
-    ptx::mbarrier_arrive_cp_async(codes_full(shared, filled.stage));
+    ptx::mbarrier_arrive_cp_async(codes_full(smem, filled.stage));
     filled.advance();
   }
 
@@ -177,19 +177,19 @@ struct Mxfp4Loads {
     weights.find(params, tile);
     const int stages = ceil_div(gemm.k, Spec::kBlockK);
     for (int ahead = 0; ahead < minimum(Spec::kAhead - 1, stages); ++ahead) copy(weights);
-    for (int k = 0; k < gemm.k; k += Spec::kBlockK, at.advance()) {
-      ptx::Mbarrier* full = shared.full(at.stage);
-      ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+    for (int k = 0; k < gemm.k; k += Spec::kBlockK, state.advance()) {
+      ptx::Mbarrier* full = smem.full(state.stage);
+      ptx::mbarrier_wait(smem.empty(state.stage), state.parity ^ 1);
       if constexpr (Spec::kGathersA) {
-        rows.copy(gemm, shared.a(at.stage), k);
+        rows.copy(gemm, smem.a(state.stage), k);
         ptx::mbarrier_arrive_cp_async(full);  // before the codes' copies, or it would wait for them, too
       } else if (is_issuer) {
         ptx::mbarrier_arrive_expect_tx(full, Spec::kABytes);
-        load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k);
+        load_rows<Spec>(smem.a(state.stage), *a_map, full, tile, k);
       }
       if (weights.copied < stages) copy(weights);
-      ptx::mbarrier_wait(codes_full(shared, next.stage), next.parity);
-      weights.write(k / Spec::kBlockK, codes(next.stage), ptx::SmemPointer(shared.b(at.stage)));
+      ptx::mbarrier_wait(codes_full(smem, next.stage), next.parity);
+      weights.write(k / Spec::kBlockK, codes(next.stage), ptx::SmemPointer(smem.b(state.stage)));
       next.advance();
       ptx::fence_proxy_async_shared();  // wgmma reads what this thread has written
       ptx::mbarrier_arrive(full);
@@ -199,75 +199,75 @@ struct Mxfp4Loads {
 
 template <typename Spec>
 struct Mxfp4Mainloop {
-  Mainloop<Spec, Weights::kNk> frame;
+  Mainloop<Spec, Weights::kNk> mainloop;
 
-  __device__ __forceinline__ Mxfp4Mainloop(const SharedMemory<Spec>& shared, int consumer) : frame(shared, consumer) {}
+  __device__ __forceinline__ Mxfp4Mainloop(const SharedMemory<Spec>& smem, int consumer) : mainloop(smem, consumer) {}
 
   // Four products of the 64 rows of `slab` with kHalves * 128 columns, from half `first_half` on.
   template <int kHalves>
-  __device__ __forceinline__ void issue(float (&sums)[kHalves * 64], int slab, int first_half, bool is_first) const {
-    const int stage = frame.at.stage;
-    const auto a = typename Spec::ATile{frame.shared.a(stage) + slab * Spec::kSlabBytes}.k_major();
+  __device__ __forceinline__ void issue(float (&accum)[kHalves * 64], int slab, int first_half, bool is_first) const {
+    const int stage = mainloop.state.stage;
+    const auto a = typename Spec::ATile{mainloop.smem.a(stage) + slab * Spec::kSlabBytes}.k_major();
     const auto b =
-        SharedTile<kHalves * 128, Spec::kBlockK>{frame.shared.b(stage) + first_half * (Spec::kBBytes / 2)}.k_major();
+        SharedTile<kHalves * 128, Spec::kBlockK>{mainloop.smem.b(stage) + first_half * (Spec::kBBytes / 2)}.k_major();
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Spec::kBlockK / 16; ++step)
-      ptx::wgmma_ss<typename Spec::Element, kHalves * 128, false>(sums, a.k_step(step), b.k_step(step),
+      ptx::wgmma_ss<typename Spec::Element, kHalves * 128, false>(accum, a.k_step(step), b.k_step(step),
                                                                   step == 0 && is_first ? 0 : 1);
     ptx::wgmma_commit();
   }
 
   // See Mainloop::multiply.
   template <int kHalves>
-  __device__ __forceinline__ void multiply(float (&sums)[kHalves * 64], int slab, int first_half, int blocks) {
-    frame.wait_full();
-    issue<kHalves>(sums, slab, first_half, true);
-    int before = frame.at.stage;
-    frame.at.advance();
+  __device__ __forceinline__ void multiply(float (&accum)[kHalves * 64], int slab, int first_half, int blocks) {
+    mainloop.wait_full();
+    issue<kHalves>(accum, slab, first_half, true);
+    int before = mainloop.state.stage;
+    mainloop.state.advance();
     for (int block = 1; block < blocks; ++block) {
-      frame.wait_full();
-      issue<kHalves>(sums, slab, first_half, false);
+      mainloop.wait_full();
+      issue<kHalves>(accum, slab, first_half, false);
       ptx::wgmma_wait<1>();
-      frame.release(before);
-      before = frame.at.stage;
-      frame.at.advance();
+      mainloop.release(before);
+      before = mainloop.state.stage;
+      mainloop.state.advance();
     }
     ptx::wgmma_wait<0>();
-    ptx::wgmma_fence_operands(sums);
-    frame.release(before);
+    ptx::wgmma_fence_operands(accum);
+    mainloop.release(before);
   }
 };
 
 template <typename Spec, typename Epilogue>
-__device__ __forceinline__ void consume_mxfp4(const GemmParams& params, const SharedMemory<Spec>& shared, int consumer,
+__device__ __forceinline__ void consume_mxfp4(const GemmParams& params, const SharedMemory<Spec>& smem, int consumer,
                                               Epilogue epilogue) {
   const int blocks = ceil_div(params.k, Spec::kBlockK);
-  Mxfp4Mainloop<Spec> mainloop(shared, consumer);
-  RingPosition<Spec::kNumTileSlots> slot;
+  Mxfp4Mainloop<Spec> mainloop(smem, consumer);
+  RingPosition<Spec::kNumTileSlots> tile_state;
   while (true) {
-    const Tile tile = take_tile<Spec>(shared, slot);
+    const Tile tile = next_tile<Spec>(smem, tile_state);
     if (tile.expert < 0) break;
     if (tile.end_row - tile.first_row <= 64) {
-      WarpgroupTile<Spec> own = warpgroup_tile<Spec>(tile, 0);
-      own.column += consumer * (Spec::kOutputColumns / 2);
-      float sums[Spec::kAccumulators / 2];
-      mainloop.template multiply<1>(sums, 0, consumer, blocks);
-      epilogue.store(own, sums);
+      WarpgroupTile<Spec> wg_tile = warpgroup_tile<Spec>(tile, 0);
+      wg_tile.column += consumer * (Spec::kOutputColumns / 2);
+      float accum[Spec::kAccumulators / 2];
+      mainloop.template multiply<1>(accum, 0, consumer, blocks);
+      epilogue.store(wg_tile, accum);
     } else {
-      float sums[Spec::kAccumulators];
-      mainloop.template multiply<2>(sums, consumer, 0, blocks);
-      epilogue.store(warpgroup_tile<Spec>(tile, consumer), sums);
+      float accum[Spec::kAccumulators];
+      mainloop.template multiply<2>(accum, consumer, 0, blocks);
+      epilogue.store(warpgroup_tile<Spec>(tile, consumer), accum);
     }
   }
   epilogue.finish();
 }
 
-// See run_grouped_gemm. Epilogue: constructed from (params, shared, consumer, maps...).
+// See run_grouped_gemm. Epilogue: constructed from (params, smem, consumer, maps...).
 template <typename Spec, typename Epilogue, typename... Maps>
 __device__ __forceinline__ void run_mxfp4(const Mxfp4GemmParams& params, const ptx::TensorMap* a_map,
                                           const Maps&... maps) {
-  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  const SharedMemory<Spec> smem{ptx::dynamic_shared_memory()};
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   const int warpgroup = warp / 4;
 
@@ -275,9 +275,9 @@ __device__ __forceinline__ void run_mxfp4(const Mxfp4GemmParams& params, const p
     if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
     (ptx::prefetch_tensor_map(&maps), ...);
 #pragma unroll
-    for (int slot = 0; slot < Spec::kAhead; ++slot)
-      ptx::mbarrier_init(codes_full(shared, slot), Spec::kProducerThreads);
-    init_barriers(shared);
+    for (int stage = 0; stage < Spec::kAhead; ++stage)
+      ptx::mbarrier_init(codes_full(smem, stage), Spec::kProducerThreads);
+    init_barriers(smem);
   }
   ptx::barrier_sync_block();
   ptx::grid_dependency_wait();
@@ -285,12 +285,12 @@ __device__ __forceinline__ void run_mxfp4(const Mxfp4GemmParams& params, const p
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    Mxfp4Loads<Spec> loads{params, shared, a_map, {}, {}, {}};
-    produce<Spec>(params.gemm, shared, warp, loads);
+    Mxfp4Loads<Spec> loads{params, smem, a_map, {}, {}, {}};
+    produce<Spec>(params.gemm, smem, warp, loads);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
     const int consumer = warpgroup - 1;
-    consume_mxfp4<Spec>(params.gemm, shared, consumer, Epilogue(params.gemm, shared, consumer, maps...));
+    consume_mxfp4<Spec>(params.gemm, smem, consumer, Epilogue(params.gemm, smem, consumer, maps...));
   }
 }
 

@@ -101,10 +101,10 @@ using PackedGatedGemmSpec = PackedSpec<Element, kBlockM, kBlockN, kNumStages, kN
 template <typename Spec>
 struct PackedLoads {
   const GemmParams& params;
-  const SharedMemory<Spec> shared;
+  const SharedMemory<Spec> smem;
   const ptx::TensorMap* a_map;  // null if rows are gathered
   const ptx::TensorMap& b_map;
-  RingPosition<Spec::kNumStages> at;
+  RingPosition<Spec::kNumStages> state;
 
   __device__ __forceinline__ void operator()(const Tile& tile, int warp) {
     const int lane = ptx::lane_index();
@@ -112,26 +112,26 @@ struct PackedLoads {
     const int boxes = ceil_div(eights, Spec::kBoxRows / 8);
     GatheredRows<Spec> rows;
     if constexpr (Spec::kGathersA) rows.find(params, tile);
-    for (int k = 0; k < params.k; k += Spec::kBlockK, at.advance()) {
-      ptx::Mbarrier* full = shared.full(at.stage);
-      ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+    for (int k = 0; k < params.k; k += Spec::kBlockK, state.advance()) {
+      ptx::Mbarrier* full = smem.full(state.stage);
+      ptx::mbarrier_wait(smem.empty(state.stage), state.parity ^ 1);
       if (warp == 0) {
         ptx::warp_sync();  // every lane has seen the stage empty before it can be empty again
         if (lane == 0) {
           ptx::mbarrier_arrive_expect_tx(full, Spec::kCodesBytes + (Spec::kGathersA ? 0 : boxes * Spec::kBoxBytes));
-          ptx::tma_load_4d(shared.b(at.stage), &b_map, full, 0, k / Spec::kBlockK * kMxfp4PackedLines,
+          ptx::tma_load_4d(smem.b(state.stage), &b_map, full, 0, k / Spec::kBlockK * kMxfp4PackedLines,
                            tile.n_block * Spec::kNumConsumers, tile.expert, ptx::CacheHint::kEvictFirst);
         }
         if constexpr (!Spec::kGathersA) {
           ptx::warp_sync();  // the bytes are expected before they arrive
           if (lane < boxes) {
-            ptx::tma_load_4d(shared.a(at.stage) + lane * Spec::kBoxBytes, a_map, full, k,
+            ptx::tma_load_4d(smem.a(state.stage) + lane * Spec::kBoxBytes, a_map, full, k,
                              tile.first_row + lane * Spec::kBoxRows, 0, 0, ptx::CacheHint::kEvictNormal);
           }
         }
       }
       if constexpr (Spec::kGathersA) {
-        rows.copy(params, shared.a(at.stage), k, 8 * eights);
+        rows.copy(params, smem.a(state.stage), k, 8 * eights);
         ptx::mbarrier_arrive_cp_async(full);
       }
     }
@@ -139,16 +139,16 @@ struct PackedLoads {
 };
 
 // Addresses of a consumer thread's codes and scales in a stage.
-struct PackedPlaces {
+struct PackedAddresses {
   ptx::SmemPointer codes;   // in stage 0, four words
   ptx::SmemPointer scales;  // one word
 
-  __device__ __forceinline__ PackedPlaces(ptx::SmemPointer b_smem, int consumer)
-      : codes(b_smem + place(consumer, ptx::thread_index() % 128 * 16)),
-        scales(b_smem + place(consumer, kMxfp4PackedCodes + ptx::thread_index() % 128 / 4 * 4)) {}
+  __device__ __forceinline__ PackedAddresses(ptx::SmemPointer b_smem, int consumer)
+      : codes(b_smem + byte_offset(consumer, ptx::thread_index() % 128 * 16)),
+        scales(b_smem + byte_offset(consumer, kMxfp4PackedCodes + ptx::thread_index() % 128 / 4 * 4)) {}
 
   // Offset of a byte of a block, as TMA swizzles it.
-  static __device__ __forceinline__ int place(int consumer, int byte) {
+  static __device__ __forceinline__ int byte_offset(int consumer, int byte) {
     const int line = consumer * kMxfp4PackedLines + byte / kSlabRowBytes, within = byte % kSlabRowBytes;
     return line * kSlabRowBytes + (within / 16 ^ line % 8) * 16 + within % 16;
   }
@@ -187,39 +187,39 @@ __device__ __forceinline__ void convert_packed(uint32_t (&a)[16], const uint32_t
 template <typename Spec>
 struct PackedConsumer {
   const GemmParams& params;
-  const SharedMemory<Spec> shared;
+  const SharedMemory<Spec> smem;
   const int consumer;
-  const PackedPlaces places;
-  RingPosition<Spec::kNumStages> at;
+  const PackedAddresses addresses;
+  RingPosition<Spec::kNumStages> state;
 
-  __device__ __forceinline__ PackedConsumer(const GemmParams& params_, const SharedMemory<Spec>& shared_, int consumer_)
-      : params(params_), shared(shared_), consumer(consumer_), places(ptx::SmemPointer(shared_.b(0)), consumer_) {}
+  __device__ __forceinline__ PackedConsumer(const GemmParams& params_, const SharedMemory<Spec>& smem_, int consumer_)
+      : params(params_), smem(smem_), consumer(consumer_), addresses(ptx::SmemPointer(smem_.b(0)), consumer_) {}
 
   // One arrival per warp, after its own wgmma_wait.
   __device__ __forceinline__ void release(int stage) const {
     ptx::warp_sync();  // every lane has read its codes
-    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.empty(stage));
+    if (ptx::lane_index() == 0) ptx::mbarrier_arrive(smem.empty(stage));
   }
 
   // Converts the weights of the next stage.
   __device__ __forceinline__ void convert(uint32_t (&a)[16]) const {
-    ptx::mbarrier_wait(shared.full(at.stage), at.parity);
+    ptx::mbarrier_wait(smem.full(state.stage), state.parity);
     // For rows copied by cp.async. Here because it takes long, and the previous stage is still being multiplied.
     if constexpr (Spec::kGathersA) ptx::fence_proxy_async_shared();
     uint32_t words[4];
-    ptx::ld_shared_128(words, places.codes + at.stage * Spec::kBBytes);
-    convert_packed(a, words, ptx::ld_shared_32(places.scales + at.stage * Spec::kBBytes));
+    ptx::ld_shared_128(words, addresses.codes + state.stage * Spec::kBBytes);
+    convert_packed(a, words, ptx::ld_shared_32(addresses.scales + state.stage * Spec::kBBytes));
   }
 
   // Issues that stage's products, asynchronously.
   template <int kN>
-  __device__ __forceinline__ void issue(float (&sums)[kN / 2], uint32_t (&a)[16], bool is_first) const {
-    const auto rows = typename Spec::ATile{shared.a(at.stage)}.k_major();
+  __device__ __forceinline__ void issue(float (&accum)[kN / 2], uint32_t (&a)[16], bool is_first) const {
+    const auto rows = typename Spec::ATile{smem.a(state.stage)}.k_major();
     ptx::wgmma_fence_operands(a);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Spec::kBlockK / 16; ++step)
-      ptx::wgmma_rs<typename Spec::Element, kN, false>(sums, a[4 * step], a[4 * step + 1], a[4 * step + 2],
+      ptx::wgmma_rs<typename Spec::Element, kN, false>(accum, a[4 * step], a[4 * step + 1], a[4 * step + 2],
                                                        a[4 * step + 3], rows.k_step(step),
                                                        step == 0 && is_first ? 0 : 1);
     ptx::wgmma_commit();
@@ -228,27 +228,27 @@ struct PackedConsumer {
   // While a stage is multiplied, the next one's codes are converted; the other consumers' products keep the tensor
   // cores busy in between.
   template <int kN>
-  __device__ __forceinline__ void multiply(float (&sums)[kN / 2]) {
+  __device__ __forceinline__ void multiply(float (&accum)[kN / 2]) {
     const int blocks = ceil_div(params.k, Spec::kBlockK);
     uint32_t even[16], odd[16];
     bool is_first = true;
     const auto finish = [&](int stage) {
       ptx::wgmma_wait<0>();
-      ptx::wgmma_fence_operands(sums);
+      ptx::wgmma_fence_operands(accum);
       release(stage);
     };
     const auto step = [&](uint32_t (&a)[16], uint32_t (&next)[16]) {
-      issue<kN>(sums, a, is_first);
+      issue<kN>(accum, a, is_first);
       is_first = false;
-      const int stage = at.stage;
-      at.advance();
+      const int stage = state.stage;
+      state.advance();
       convert(next);
       finish(stage);
     };
     const auto last = [&](uint32_t (&a)[16]) {
-      issue<kN>(sums, a, is_first);
-      const int stage = at.stage;
-      at.advance();
+      issue<kN>(accum, a, is_first);
+      const int stage = state.stage;
+      state.advance();
       finish(stage);
     };
     convert(even);
@@ -279,12 +279,12 @@ struct PackedConsumer {
 
   // Stores the sums of a warp's 16 weight rows by kN rows of a, as rows of d.
   template <int kN, typename Finish>
-  __device__ __forceinline__ void store(const Tile& tile, float (&sums)[kN / 2], int first_column, Finish finish) {
+  __device__ __forceinline__ void store(const Tile& tile, float (&accum)[kN / 2], int first_column, Finish finish) {
     using Element = typename Spec::Element;
     const int lane = ptx::lane_index(), warp = ptx::warp_index() % 4;
-    const ptx::SmemPointer buffer =
-        ptx::SmemPointer(shared.base + Spec::kOutputOffset) + (4 * consumer + warp) * Spec::kWarpBytes;
-    const ptx::SmemPointer own = buffer + (lane % 4 * 2 + lane / 4 % 2) * Spec::kPitch + lane / 8 * 4;
+    const ptx::SmemPointer warp_smem =
+        ptx::SmemPointer(smem.base + Spec::kOutputOffset) + (4 * consumer + warp) * Spec::kWarpBytes;
+    const ptx::SmemPointer lane_smem = warp_smem + (lane % 4 * 2 + lane / 4 % 2) * Spec::kPitch + lane / 8 * 4;
     constexpr int kChunks = Spec::kWarpColumns / 8;  // of 16 bytes, per row
     constexpr int kRows = kN < 32 ? kN : 32;         // at a time
     const int rows = minimum(tile.end_row - tile.first_row, kN);
@@ -294,10 +294,10 @@ struct PackedConsumer {
 #pragma unroll
       for (int i = 0; i < kRows / 8; ++i) {
         uint32_t pairs[2];
-        finish(pairs, sums + (first / 8 + i) * 4);
+        finish(pairs, accum + (first / 8 + i) * 4);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk)
-          ptx::st_shared_32(own + (8 * i * Spec::kPitch + chunk * 16), pairs[chunk]);
+          ptx::st_shared_32(lane_smem + (8 * i * Spec::kPitch + chunk * 16), pairs[chunk]);
       }
       ptx::warp_sync();  // all lanes' columns are written
 #pragma unroll
@@ -305,7 +305,7 @@ struct PackedConsumer {
         const int row = (item + lane) / kChunks, chunk = (item + lane) % kChunks;
         if (row < kRows && first + row < rows) {
           uint32_t words[4];
-          ptx::ld_shared_128(words, buffer + (row * Spec::kPitch + chunk * 16));
+          ptx::ld_shared_128(words, warp_smem + (row * Spec::kPitch + chunk * 16));
           ptx::st_global_128(d + (first + row) * params.d_stride + chunk * 8, words);
         }
       }
@@ -324,9 +324,9 @@ struct PackedConsumer {
   template <int kN>
   __device__ __forceinline__ void compute(const Tile& tile) {
     using Element = typename Spec::Element;
-    float sums[kN / 2] =
+    float accum[kN / 2] =
         {};  // the first product ignores them; undefined, ptxas would move them beside products in flight
-    multiply<kN>(sums);
+    multiply<kN>(accum);
     const int block = tile.n_block * Spec::kNumConsumers + consumer;
     if (block * kMxfp4PackedRows >= params.n) return;
     const int warp_column = (block * 4 + ptx::warp_index() % 4) * Spec::kWarpColumns;
@@ -336,7 +336,7 @@ struct PackedConsumer {
       const float gate = bias_at(tile.expert, is_interleaved ? 2 * column : column);
       const float up = bias_at(tile.expert, is_interleaved ? 2 * column + 1 : params.n / 2 + column);
       with_activation(params.activation, [&](auto activation) {
-        store<kN>(tile, sums, warp_column, [&](uint32_t (&pairs)[2], const float* four) {
+        store<kN>(tile, accum, warp_column, [&](uint32_t (&pairs)[2], const float* four) {
           const float first = activation.forward(four[0] + gate, four[2] + up);
           const float second = activation.forward(four[1] + gate, four[3] + up);
           exchange(pairs, ptx::pack<Element>(first, first), ptx::pack<Element>(second, second));
@@ -344,7 +344,7 @@ struct PackedConsumer {
       });
     } else {
       const float low = bias_at(tile.expert, column), high = bias_at(tile.expert, column + 8);
-      store<kN>(tile, sums, warp_column, [&](uint32_t (&pairs)[2], const float* four) {
+      store<kN>(tile, accum, warp_column, [&](uint32_t (&pairs)[2], const float* four) {
         exchange(pairs, ptx::pack<Element>(four[0] + low, four[2] + high),
                  ptx::pack<Element>(four[1] + low, four[3] + high));
       });
@@ -361,9 +361,9 @@ struct PackedConsumer {
   }
 
   __device__ __forceinline__ void run() {
-    RingPosition<Spec::kNumTileSlots> slot;
+    RingPosition<Spec::kNumTileSlots> tile_state;
     while (true) {
-      const Tile tile = take_tile<Spec>(shared, slot);
+      const Tile tile = next_tile<Spec>(smem, tile_state);
       if (tile.expert < 0) break;
       choose<kLeastWidth<Spec>>(tile);
     }
@@ -373,26 +373,18 @@ struct PackedConsumer {
 template <typename Spec>
 __device__ __forceinline__ void run_packed(const GemmParams& params, const ptx::TensorMap* a_map,
                                            const ptx::TensorMap& b_map) {
-  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
-  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
-  const int warpgroup = warp / 4;
-
-  if (warp == 0 && ptx::elect_one()) {
-    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
-    ptx::prefetch_tensor_map(&b_map);
-    init_barriers(shared);
-  }
-  ptx::barrier_sync_block();
+  const SharedMemory<Spec> smem{ptx::dynamic_shared_memory()};
+  const auto [warp, warpgroup] = start_block(smem, a_map, b_map);
   ptx::grid_dependency_wait();
   ptx::grid_launch_dependents();
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    PackedLoads<Spec> loads{params, shared, a_map, b_map, {}};
-    produce<Spec>(params, shared, warp, loads);
+    PackedLoads<Spec> loads{params, smem, a_map, b_map, {}};
+    produce<Spec>(params, smem, warp, loads);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    PackedConsumer<Spec>(params, shared, warpgroup - 1).run();
+    PackedConsumer<Spec>(params, smem, warpgroup - 1).run();
   }
 }
 

@@ -1,4 +1,4 @@
-// The producer warpgroup: its first warp takes tiles, publishes them to all warps and issues TMA loads; if rows of A
+// The producer warpgroup: its first warp fetches tiles, publishes them to all warps and issues TMA loads; if rows of A
 // are gathered, its four warps copy them.
 #pragma once
 
@@ -13,6 +13,26 @@
 #include "ptx/tma.cuh"
 
 namespace flashmoe::moe::sm90 {
+
+struct WarpRole {
+  int warp, warpgroup;
+};
+
+// Prefetches the tensor maps and initializes the barriers. The shuffle tells the compiler that the role is the same in
+// the whole warp.
+template <typename Spec, typename... Maps>
+__device__ __forceinline__ WarpRole start_block(const SharedMemory<Spec>& smem, const ptx::TensorMap* a_map,
+                                                const Maps&... maps) {
+  const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
+  const int warpgroup = warp / 4;
+  if (warp == 0 && ptx::elect_one()) {
+    if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
+    (ptx::prefetch_tensor_map(&maps), ...);
+    init_barriers(smem);
+  }
+  ptx::barrier_sync_block();
+  return {warp, warpgroup};
+}
 
 // The number of column tiles of the result.
 template <typename Spec>
@@ -104,51 +124,51 @@ struct GatheredRows {
 template <typename Spec, Weights kWeights, bool kIsScaled>
 struct TileLoads {
   const GemmParams& params;
-  const SharedMemory<Spec> shared;
+  const SharedMemory<Spec> smem;
   const ptx::TensorMap* a_map;  // null if rows are gathered
   const ptx::TensorMap& b_map;
-  RingPosition<Spec::kNumStages> at;
+  RingPosition<Spec::kNumStages> state;
 
-  __device__ __forceinline__ void operator()(const Tile& drawn, int warp) {
+  __device__ __forceinline__ void operator()(const Tile& tile, int warp) {
     if constexpr (Spec::kGathersA) {
-      gather(drawn, warp);
+      gather(tile, warp);
     } else {
-      load(same_in_all_lanes(drawn), 0);
+      load(same_in_all_lanes(tile), 0);
     }
   }
 
   // The first tile, before any wait for the previous grid. That grid writes A; weights and the experts' offsets are
-  // older, and weights fill the ring. Returns draw(), which must follow the wait.
-  template <typename Draw>
-  __device__ __forceinline__ int start(const Tile& drawn, Draw draw) {
-    const Tile tile = same_in_all_lanes(drawn);
+  // older, and weights fill the ring. Returns fetch_next(), which must follow the wait.
+  template <typename FetchNext>
+  __device__ __forceinline__ int start(const Tile& fetched, FetchNext fetch_next) {
+    const Tile tile = same_in_all_lanes(fetched);
     const int slabs = slabs_of(tile);
     const int stages = minimum(ceil_div(params.k, Spec::kBlockK), Spec::kNumStages);
     for (int stage = 0; stage < stages; ++stage) {
       if (ptx::elect_one()) {
-        ptx::mbarrier_arrive_expect_tx(shared.full(stage), Spec::kBBytes + slabs * Spec::kSlabBytes);
-        load_weights<Spec, kWeights>(shared.b(stage), b_map, shared.full(stage), tile, stage * Spec::kBlockK);
+        ptx::mbarrier_arrive_expect_tx(smem.full(stage), Spec::kBBytes + slabs * Spec::kSlabBytes);
+        load_weights<Spec, kWeights>(smem.b(stage), b_map, smem.full(stage), tile, stage * Spec::kBlockK);
       }
       ptx::warp_sync();
     }
     ptx::grid_dependency_wait();
     ptx::grid_launch_dependents();
-    const int drawn_next = draw();
-    for (int stage = 0; stage < stages; ++stage, at.advance()) {
+    const int next_index = fetch_next();
+    for (int stage = 0; stage < stages; ++stage, state.advance()) {
       if (ptx::elect_one()) {
-        load_rows<Spec>(shared.a(stage), *a_map, shared.full(stage), tile, stage * Spec::kBlockK, slabs);
+        load_rows<Spec>(smem.a(stage), *a_map, smem.full(stage), tile, stage * Spec::kBlockK, slabs);
       }
       ptx::warp_sync();
     }
     load(tile, stages * Spec::kBlockK);
-    return drawn_next;
+    return next_index;
   }
 
   // All lanes run the loop, and the shuffles tell the compiler that they have the same tile. In a loop of one lane the
   // compiled code checks at each copy whether its lanes agree, which takes longer than the copies of few columns.
-  static __device__ __forceinline__ Tile same_in_all_lanes(const Tile& drawn) {
-    return Tile{ptx::shuffle_index(drawn.expert, 0), ptx::shuffle_index(drawn.first_row, 0),
-                ptx::shuffle_index(drawn.end_row, 0), ptx::shuffle_index(drawn.n_block, 0)};
+  static __device__ __forceinline__ Tile same_in_all_lanes(const Tile& fetched) {
+    return Tile{ptx::shuffle_index(fetched.expert, 0), ptx::shuffle_index(fetched.first_row, 0),
+                ptx::shuffle_index(fetched.end_row, 0), ptx::shuffle_index(fetched.n_block, 0)};
   }
 
   static __device__ __forceinline__ int slabs_of(const Tile& tile) {
@@ -159,13 +179,13 @@ struct TileLoads {
   // Loads from k = first_k on.
   __device__ __forceinline__ void load(const Tile& tile, int first_k) {
     const int slabs = slabs_of(tile);
-    for (int k = first_k; k < params.k; k += Spec::kBlockK, at.advance()) {
-      ptx::Mbarrier* full = shared.full(at.stage);
-      ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+    for (int k = first_k; k < params.k; k += Spec::kBlockK, state.advance()) {
+      ptx::Mbarrier* full = smem.full(state.stage);
+      ptx::mbarrier_wait(smem.empty(state.stage), state.parity ^ 1);
       if (ptx::elect_one()) {
         ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes + slabs * Spec::kSlabBytes);
-        load_rows<Spec>(shared.a(at.stage), *a_map, full, tile, k, slabs);
-        load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);
+        load_rows<Spec>(smem.a(state.stage), *a_map, full, tile, k, slabs);
+        load_weights<Spec, kWeights>(smem.b(state.stage), b_map, full, tile, k);
       }
       ptx::warp_sync();
     }
@@ -175,84 +195,88 @@ struct TileLoads {
     const bool is_issuer = warp == 0 && ptx::lane_index() == 0;
     GatheredRows<Spec> rows;
     rows.find(params, tile);
-    for (int k = 0; k < params.k; k += Spec::kBlockK, at.advance()) {
-      ptx::Mbarrier* full = shared.full(at.stage);
-      ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+    for (int k = 0; k < params.k; k += Spec::kBlockK, state.advance()) {
+      ptx::Mbarrier* full = smem.full(state.stage);
+      ptx::mbarrier_wait(smem.empty(state.stage), state.parity ^ 1);
       if (is_issuer) {
         ptx::mbarrier_arrive_expect_tx(full, Spec::kBBytes);
-        load_weights<Spec, kWeights>(shared.b(at.stage), b_map, full, tile, k);
+        load_weights<Spec, kWeights>(smem.b(state.stage), b_map, full, tile, k);
       }
-      rows.copy(params, shared.a(at.stage), k);
+      rows.copy(params, smem.a(state.stage), k);
       ptx::mbarrier_arrive_cp_async(full);
     }
   }
 };
 
 // The loop of the first warp. The lane whose expert owns the tile publishes it. kMayStart: loads have start(), and
-// is_early says whether they begin with it; until then the tile counter belongs to the previous grid.
+// overlaps_previous_grid says whether they begin with it; until then the tile counter belongs to the previous grid.
 template <typename Spec, bool kMayStart, typename Loads>
-__device__ __forceinline__ void draw_tiles(const GemmParams& params, const SharedMemory<Spec>& shared, Loads& loads,
-                                           bool is_early) {
+__device__ __forceinline__ void schedule_tiles(const GemmParams& params, const SharedMemory<Spec>& smem, Loads& loads,
+                                               bool overlaps_previous_grid) {
   const bool is_first_lane = ptx::lane_index() == 0;
   const int n_blocks = column_tiles<Spec>(params);
   const int num_tiles = count_row_tiles<Spec::kBlockM>(params) * n_blocks;
   ExpertWindow<Spec::kBlockM> window;
-  RingPosition<Spec::kNumTileSlots> slot;
-  int number = ptx::block_index();
-  const auto draw = [&] { return is_first_lane ? next_tile_index(params.tile_counter, num_tiles, number) : 0; };
+  RingPosition<Spec::kNumTileSlots> tile_state;
+  int tile_index = ptx::block_index();
+  const auto fetch_next = [&] {
+    return is_first_lane ? next_tile_index(params.tile_counter, num_tiles, tile_index) : 0;
+  };
   if constexpr (kMayStart) {
-    if (is_early && number < num_tiles) {
-      if (window.seek(params, n_blocks, number)) {
-        publish_tile(shared.tile(slot.stage), window.tile(n_blocks, number));
+    if (overlaps_previous_grid && tile_index < num_tiles) {
+      if (window.seek(params, n_blocks, tile_index)) {
+        publish_tile(smem.tile(tile_state.stage), window.tile(n_blocks, tile_index));
       }
       ptx::warp_sync();
-      if (is_first_lane) ptx::mbarrier_arrive(shared.tile_full(slot.stage));
-      number = ptx::shuffle_index(loads.start(read_tile<Tile>(shared.tile(slot.stage)), draw), 0);
-      slot.advance();
+      if (is_first_lane) ptx::mbarrier_arrive(smem.tile_full(tile_state.stage));
+      tile_index = ptx::shuffle_index(loads.start(read_tile<Tile>(smem.tile(tile_state.stage)), fetch_next), 0);
+      tile_state.advance();
     }
   }
-  for (;; slot.advance()) {
+  for (;; tile_state.advance()) {
     // One tile ahead: the counter's answer arrives while this tile's loads are issued.
-    int next_number = 0;
-    if (is_first_lane && number < num_tiles) next_number = next_tile_index(params.tile_counter, num_tiles, number);
-    ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
-    if (number >= num_tiles) {
-      if (is_first_lane) publish_tile(shared.tile(slot.stage), Tile{-1, 0, 0, 0});
-    } else if (window.seek(params, n_blocks, number)) {
-      publish_tile(shared.tile(slot.stage), window.tile(n_blocks, number));
+    int next_index = 0;
+    if (is_first_lane && tile_index < num_tiles)
+      next_index = next_tile_index(params.tile_counter, num_tiles, tile_index);
+    ptx::mbarrier_wait(smem.tile_empty(tile_state.stage), tile_state.parity ^ 1);
+    if (tile_index >= num_tiles) {
+      if (is_first_lane) publish_tile(smem.tile(tile_state.stage), Tile{-1, 0, 0, 0});
+    } else if (window.seek(params, n_blocks, tile_index)) {
+      publish_tile(smem.tile(tile_state.stage), window.tile(n_blocks, tile_index));
     }
     ptx::warp_sync();
-    if (is_first_lane) ptx::mbarrier_arrive(shared.tile_full(slot.stage));
-    if (number >= num_tiles) break;
-    loads(read_tile<Tile>(shared.tile(slot.stage)), 0);
-    number = ptx::shuffle_index(next_number, 0);
+    if (is_first_lane) ptx::mbarrier_arrive(smem.tile_full(tile_state.stage));
+    if (tile_index >= num_tiles) break;
+    loads(read_tile<Tile>(smem.tile(tile_state.stage)), 0);
+    tile_index = ptx::shuffle_index(next_index, 0);
   }
 }
 
 // Called by a warp that reads the tiles. Returns the next tile.
-template <typename Spec, typename Taken = Tile>
-__device__ __forceinline__ Taken take_tile(const SharedMemory<Spec>& shared, RingPosition<Spec::kNumTileSlots>& slot) {
-  ptx::mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
-  const Taken tile = read_tile<Taken>(shared.tile(slot.stage));
+template <typename Spec, typename TileType = Tile>
+__device__ __forceinline__ TileType next_tile(const SharedMemory<Spec>& smem,
+                                              RingPosition<Spec::kNumTileSlots>& tile_state) {
+  ptx::mbarrier_wait(smem.tile_full(tile_state.stage), tile_state.parity);
+  const TileType tile = read_tile<TileType>(smem.tile(tile_state.stage));
   ptx::warp_sync();  // all lanes have read it before the first one releases it
-  if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.tile_empty(slot.stage));
-  slot.advance();
+  if (ptx::lane_index() == 0) ptx::mbarrier_arrive(smem.tile_empty(tile_state.stage));
+  tile_state.advance();
   return tile;
 }
 
 // loads(tile, warp): a warp's work for each tile.
 template <typename Spec, bool kMayStart = false, typename Loads>
-__device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
-                                        Loads& loads, bool is_early = false) {
+__device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& smem, int warp,
+                                        Loads& loads, bool overlaps_previous_grid = false) {
   if (warp == 0) {
-    draw_tiles<Spec, kMayStart>(params, shared, loads, is_early);
+    schedule_tiles<Spec, kMayStart>(params, smem, loads, overlaps_previous_grid);
     return;
   }
   if constexpr (Spec::kProducerWarps > 1) {
     if (warp >= Spec::kProducerWarps) return;
-    RingPosition<Spec::kNumTileSlots> slot;
+    RingPosition<Spec::kNumTileSlots> tile_state;
     while (true) {
-      const Tile tile = take_tile<Spec>(shared, slot);
+      const Tile tile = next_tile<Spec>(smem, tile_state);
       if (tile.expert < 0) break;
       loads(tile, warp);
     }
@@ -260,11 +284,11 @@ __device__ __forceinline__ void produce(const GemmParams& params, const SharedMe
 }
 
 template <typename Spec, Weights kWeights, bool kIsScaled = false>
-__device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& shared, int warp,
+__device__ __forceinline__ void produce(const GemmParams& params, const SharedMemory<Spec>& smem, int warp,
                                         const ptx::TensorMap* a_map, const ptx::TensorMap& b_map,
-                                        bool is_early = false) {
-  TileLoads<Spec, kWeights, kIsScaled> loads{params, shared, a_map, b_map, {}};
-  produce<Spec, kIsScaled && !Spec::kGathersA>(params, shared, warp, loads, is_early);
+                                        bool overlaps_previous_grid = false) {
+  TileLoads<Spec, kWeights, kIsScaled> loads{params, smem, a_map, b_map, {}};
+  produce<Spec, kIsScaled && !Spec::kGathersA>(params, smem, warp, loads, overlaps_previous_grid);
 }
 
 }  // namespace flashmoe::moe::sm90

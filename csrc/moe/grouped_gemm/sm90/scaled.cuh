@@ -26,16 +26,16 @@ struct ScaledGatedGemmSpec : TileSpec<Element, kBlockM, kBlockN, kNumStages, kNu
   static constexpr int kSharedBytes = kLargestOffset + Tile::kNumConsumers * 64 * 4;
 };
 
-// A consumer's part of a tile: its rows, and which halves of the columns.
+// A consumer's share of a tile: its rows, and which halves of the columns.
 template <typename Spec>
 struct ScaledTile {
-  WarpgroupTile<Spec> own;
+  WarpgroupTile<Spec> wg_tile;
   int first_half;  // 0, or 1 if only the second 128 columns are this consumer's
   bool is_halved;  // both consumers have the same 64 rows, and 128 columns each
 
   __device__ __forceinline__ ScaledTile(const Tile& tile, int consumer) {
     is_halved = tile.end_row - tile.first_row <= 64;
-    own = warpgroup_tile<Spec>(tile, is_halved ? 0 : consumer);
+    wg_tile = warpgroup_tile<Spec>(tile, is_halved ? 0 : consumer);
     first_half = is_halved ? consumer : 0;
   }
 };
@@ -47,36 +47,37 @@ template <typename Spec>
 struct Scales {
   const float* row_gmem[2];
   const float* weight_gmem[2];
-  int at[2];       // a row, or its slot
-  bool is_row[2];  // whether the row belongs to the expert
+  int source_row[2];  // a row, or its slot
+  bool is_row[2];     // whether the row belongs to the expert
   float row[2];
   float weight[2];
 
-  __device__ __forceinline__ void find(const ScaledGemmParams& params, const WarpgroupTile<Spec>& own) {
+  __device__ __forceinline__ void find(const ScaledGemmParams& params, const WarpgroupTile<Spec>& wg_tile) {
     const int thread_row = ptx::warp_index() % 4 * 16 + ptx::lane_index() / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      is_row[r] = thread_row + 8 * r < own.rows;
-      at[r] = is_row[r] ? own.row + thread_row + 8 * r : own.row;
-      if constexpr (Spec::kGathersA) at[r] = static_cast<int>(ptx::ld_global_32(params.gemm.a_slots + at[r]));
+      is_row[r] = thread_row + 8 * r < wg_tile.rows;
+      source_row[r] = is_row[r] ? wg_tile.row + thread_row + 8 * r : wg_tile.row;
+      if constexpr (Spec::kGathersA)
+        source_row[r] = static_cast<int>(ptx::ld_global_32(params.gemm.a_slots + source_row[r]));
     }
   }
 
   // After find: loads the first block's scales.
-  __device__ __forceinline__ void load_first(const ScaledGemmParams& params, const WarpgroupTile<Spec>& own, int blocks,
-                                             int first_half) {
+  __device__ __forceinline__ void load_first(const ScaledGemmParams& params, const WarpgroupTile<Spec>& wg_tile,
+                                             int blocks, int first_half) {
     const GemmParams& gemm = params.gemm;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int scaled_row = Spec::kGathersA ? at[r] / gemm.top_k : at[r];
+      const int scaled_row = Spec::kGathersA ? source_row[r] / gemm.top_k : source_row[r];
       row_gmem[r] = params.a_scale + static_cast<int64_t>(scaled_row) * blocks;
     }
     const int count = ceil_div(gemm.n, kScaleBlock);
     // A tile may lack its last 128 columns.
     const int first =
-        Spec::kIsGated ? own.column / kScaleBlock : minimum(own.column / kScaleBlock + first_half, count - 1);
+        Spec::kIsGated ? wg_tile.column / kScaleBlock : minimum(wg_tile.column / kScaleBlock + first_half, count - 1);
     const int second = Spec::kIsGated ? first + count / 2 : minimum(first + 1, count - 1);
-    const float* of_expert = params.b_scale + static_cast<int64_t>(own.expert) * count * blocks;
+    const float* of_expert = params.b_scale + static_cast<int64_t>(wg_tile.expert) * count * blocks;
     weight_gmem[0] = of_expert + static_cast<int64_t>(first) * blocks;
     weight_gmem[1] = of_expert + static_cast<int64_t>(second) * blocks;
     load(0);
@@ -102,16 +103,16 @@ struct ScaledMainloop {
   static constexpr int kPartial = 64;  // registers for 128 columns
   static_assert(Spec::kAccumulators == 2 * kPartial, "two halves of 128 columns");
 
-  Mainloop<Spec, Weights::kNk> frame;
+  Mainloop<Spec, Weights::kNk> mainloop;
 
-  __device__ __forceinline__ ScaledMainloop(const SharedMemory<Spec>& shared, int consumer) : frame(shared, consumer) {}
+  __device__ __forceinline__ ScaledMainloop(const SharedMemory<Spec>& smem, int consumer) : mainloop(smem, consumer) {}
 
   // Issues four products of 64 rows by 128 columns by 32 k.
   __device__ __forceinline__ void issue(float (&partial)[kPartial], int slab, int half) const {
-    const int stage = frame.at.stage;
-    const auto a = typename Spec::ATile{frame.shared.a(stage) + slab * Spec::kSlabBytes}.k_major();
+    const int stage = mainloop.state.stage;
+    const auto a = typename Spec::ATile{mainloop.smem.a(stage) + slab * Spec::kSlabBytes}.k_major();
     const auto b =
-        SharedTile<Spec::kBlockN, Spec::kBlockK>{frame.shared.b(stage) + half * (Spec::kBBytes / 2)}.k_major();
+        SharedTile<Spec::kBlockN, Spec::kBlockK>{mainloop.smem.b(stage) + half * (Spec::kBBytes / 2)}.k_major();
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
@@ -124,10 +125,10 @@ struct ScaledMainloop {
   // consumer multiplies its own rows of the tile, and the consumers issue products alternately. Otherwise both could
   // wait for their products and then both add, while the tensor cores idle.
   template <int kHalves, typename BlockScales>
-  __device__ __forceinline__ void multiply(float (&sums)[kHalves * kPartial], BlockScales& scales, int slab,
+  __device__ __forceinline__ void multiply(float (&accum)[kHalves * kPartial], BlockScales& scales, int slab,
                                            int first_half, int blocks) {
 #pragma unroll
-    for (int i = 0; i < kHalves * kPartial; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < kHalves * kPartial; ++i) accum[i] = 0.0f;
     if constexpr (kHalves == 2) {
       if (slab == 1)
         ptx::named_barrier_arrive(barrier_id(ScaledBarrier::kOrder, 0), 256);  // the other consumer issues first
@@ -136,7 +137,7 @@ struct ScaledMainloop {
       // [row][gate, up; or half]
       const float factors[2][2] = {{scales.row[0] * scales.weight[0], scales.row[0] * scales.weight[1]},
                                    {scales.row[1] * scales.weight[0], scales.row[1] * scales.weight[1]}};
-      frame.wait_full();
+      mainloop.wait_full();
       float partial[kPartial];
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
@@ -149,16 +150,16 @@ struct ScaledMainloop {
         if (half == 0 && block + 1 < blocks) scales.load(block + 1);
         ptx::wgmma_wait<0>();
         ptx::wgmma_fence_operands(partial);
-        if (half == kHalves - 1) frame.release(frame.at.stage);
+        if (half == kHalves - 1) mainloop.release(mainloop.state.stage);
 #pragma unroll
         for (int j = 0; j < kPartial; ++j) {
           // Sixteen in a row have the same factor: it is read once.
           const int columns = j / 32, row = j / 16 % 2, i = columns * 32 + j % 16 / 2 * 4 + row * 2 + j % 2;
           const float factor = factors[row][Spec::kIsGated ? columns : half];
-          sums[half * kPartial + i] = ptx::fma_rn(partial[i], factor, sums[half * kPartial + i]);
+          accum[half * kPartial + i] = ptx::fma_rn(partial[i], factor, accum[half * kPartial + i]);
         }
       }
-      frame.at.advance();
+      mainloop.state.advance();
     }
   }
 };
@@ -187,24 +188,24 @@ struct ScaledEpilogue {
   const int columns;
   OutputSlabs<Spec> slabs;
 
-  __device__ __forceinline__ ScaledEpilogue(const ScaledGemmParams& params_, const SharedMemory<Spec>& shared,
+  __device__ __forceinline__ ScaledEpilogue(const ScaledGemmParams& params_, const SharedMemory<Spec>& smem,
                                             int consumer, const ptx::TensorMap& d_map_)
-      : ScaledEpilogue(params_.gemm, shared, consumer, d_map_, params_.gemm.n) {}
-  __device__ __forceinline__ ScaledEpilogue(const GemmParams& params_, const SharedMemory<Spec>& shared, int consumer,
+      : ScaledEpilogue(params_.gemm, smem, consumer, d_map_, params_.gemm.n) {}
+  __device__ __forceinline__ ScaledEpilogue(const GemmParams& params_, const SharedMemory<Spec>& smem, int consumer,
                                             const ptx::TensorMap& d_map_, int columns_)
-      : params(params_), d_map(d_map_), columns(columns_), slabs(shared, consumer) {}
+      : params(params_), d_map(d_map_), columns(columns_), slabs(smem, consumer) {}
 
   template <int kHalves, typename Between>
-  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half,
-                                        Between between) {
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& wg_tile, float (&accum)[kHalves * 64],
+                                        int first_half, Between between) {
     between();
     const SlabTarget to{d_map, params.d, params.d_stride, columns, 0};
 #pragma unroll
     for (int slab = 0; slab < 2 * kHalves; ++slab) {
-      const int column = own.column + first_half * 128 + slab * 64;
+      const int column = wg_tile.column + first_half * 128 + slab * 64;
       if (column >= columns) break;
-      write_slab<Element>(slabs.acquire(), sums + 32 * slab);
-      slabs.store(to, own.row, own.rows, column);
+      write_slab<Element>(slabs.acquire(), accum + 32 * slab);
+      slabs.store(to, wg_tile.row, wg_tile.rows, column);
     }
   }
 
@@ -221,10 +222,10 @@ struct ScaledGatedEpilogue {
   const ptx::TensorMap& z_map;
   OutputSlabs<Spec> slabs;
 
-  __device__ __forceinline__ ScaledGatedEpilogue(const ScaledGemmParams& params_, const SharedMemory<Spec>& shared,
+  __device__ __forceinline__ ScaledGatedEpilogue(const ScaledGemmParams& params_, const SharedMemory<Spec>& smem,
                                                  int consumer, const ptx::TensorMap& d_map_,
                                                  const PreactivationMap&... z_map_)
-      : params(params_), d_map(d_map_), z_map(first_of(z_map_..., d_map_)), slabs(shared, consumer) {}
+      : params(params_), d_map(d_map_), z_map(first_of(z_map_..., d_map_)), slabs(smem, consumer) {}
 
   static __device__ __forceinline__ const ptx::TensorMap& first_of(const ptx::TensorMap& first) { return first; }
   static __device__ __forceinline__ const ptx::TensorMap& first_of(const ptx::TensorMap& first, const ptx::TensorMap&) {
@@ -233,44 +234,44 @@ struct ScaledGatedEpilogue {
 
   // Two slabs per 64 columns: gate and up.
   template <int kHalves>
-  __device__ __forceinline__ void store_preactivation(const WarpgroupTile<Spec>& own, const float (&sums)[kHalves * 64],
-                                                      int first_half) {
+  __device__ __forceinline__ void store_preactivation(const WarpgroupTile<Spec>& wg_tile,
+                                                      const float (&accum)[kHalves * 64], int first_half) {
     const SlabTarget to{z_map, params.gemm.preactivation, params.gemm.n, params.gemm.n, 0};
 #pragma unroll
     for (int slab = 0; slab < 2 * kHalves; ++slab) {
-      write_slab<typename Spec::Element>(slabs.acquire(), sums + 32 * slab);
-      const int column = own.column + 64 * (first_half + slab / 2);
-      slabs.store(to, own.row, own.rows, slab % 2 == 0 ? column : column + params.gemm.n / 2);
+      write_slab<typename Spec::Element>(slabs.acquire(), accum + 32 * slab);
+      const int column = wg_tile.column + 64 * (first_half + slab / 2);
+      slabs.store(to, wg_tile.row, wg_tile.rows, slab % 2 == 0 ? column : column + params.gemm.n / 2);
     }
   }
 
-  // Sums 64s + i, i below 32: columns 64s + 8 (i / 4) + 2 (lane % 4) + i % 2 of row (i / 2) % 2.
+  // Accumulators 64s + i, i below 32: columns 64s + 8 (i / 4) + 2 (lane % 4) + i % 2 of row (i / 2) % 2.
   template <int kHalves>
-  __device__ __forceinline__ void activate(float (&sums)[kHalves * 64]) const {
+  __device__ __forceinline__ void activate(float (&accum)[kHalves * 64]) const {
     with_activation(params.gemm.activation, [&](auto activation) {
 #pragma unroll
       for (int i = 0; i < kHalves * 32; ++i) {
         const int gate = i / 32 * 64 + i % 32;
-        sums[gate] = activation.forward(sums[gate], sums[gate + 32]);
+        accum[gate] = activation.forward(accum[gate], accum[gate + 32]);
       }
     });
   }
 
   // The largest magnitudes of the thread's two rows, over all 128 columns.
   template <int kHalves>
-  __device__ __forceinline__ void find_largest(float (&largest)[2], const float (&sums)[kHalves * 64], int row) const {
+  __device__ __forceinline__ void find_largest(float (&largest)[2], const float (&accum)[kHalves * 64], int row) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       largest[r] = 0.0f;
 #pragma unroll
       for (int i = 0; i < kHalves * 16; ++i) {
-        largest[r] = fmaxf(largest[r], fabsf(sums[i / 16 * 64 + i % 16 / 2 * 4 + 2 * r + i % 2]));
+        largest[r] = fmaxf(largest[r], fabsf(accum[i / 16 * 64 + i % 16 / 2 * 4 + 2 * r + i % 2]));
       }
       largest[r] = fmaxf(largest[r], ptx::shuffle_xor(largest[r], 1));  // the four lanes of the row
       largest[r] = fmaxf(largest[r], ptx::shuffle_xor(largest[r], 2));
     }
     if constexpr (kHalves == 1) {
-      float* mine = reinterpret_cast<float*>(slabs.shared.base + Spec::kLargestOffset) + slabs.consumer * 64 + row;
+      float* mine = reinterpret_cast<float*>(slabs.smem.base + Spec::kLargestOffset) + slabs.consumer * 64 + row;
       const float* other = mine + (slabs.consumer == 0 ? 64 : -64);
       if (ptx::lane_index() % 4 == 0) {
         ptx::st_shared_float(mine, largest[0]);
@@ -284,39 +285,39 @@ struct ScaledGatedEpilogue {
   }
 
   template <int kHalves, typename Between>
-  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& own, float (&sums)[kHalves * 64], int first_half,
-                                        Between between) {
-    if constexpr (kKeepsPreactivation) store_preactivation<kHalves>(own, sums, first_half);
-    activate<kHalves>(sums);
+  __device__ __forceinline__ void store(const WarpgroupTile<Spec>& wg_tile, float (&accum)[kHalves * 64],
+                                        int first_half, Between between) {
+    if constexpr (kKeepsPreactivation) store_preactivation<kHalves>(wg_tile, accum, first_half);
+    activate<kHalves>(accum);
     between();
     const int lane = ptx::lane_index();
     const int columns = params.gemm.n / 2;
     const int first_row = ptx::warp_index() % 4 * 16 + lane / 4;
     float largest[2];
-    find_largest<kHalves>(largest, sums, first_row);
+    find_largest<kHalves>(largest, accum, first_row);
     unsigned char* smem = slabs.acquire();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = first_row + 8 * r;
       const BlockScale scale(largest[r]);
       write_e4m3_row<4 * kHalves>(smem + row * 128, row, [&](int j) {
-        const float* pair = sums + j / 8 * 64 + j % 8 * 4 + 2 * r;
+        const float* pair = accum + j / 8 * 64 + j % 8 * 4 + 2 * r;
         return ptx::pack_e4m3(pair[0] * scale.inverse, pair[1] * scale.inverse);
       });
-      if (lane % 4 == 0 && row < own.rows && first_half == 0) {
-        ptx::st_global_float(
-            params.d_scale + static_cast<int64_t>(own.row + row) * (columns / kScaleBlock) + own.column / kScaleBlock,
-            scale.scale);
+      if (lane % 4 == 0 && row < wg_tile.rows && first_half == 0) {
+        ptx::st_global_float(params.d_scale + static_cast<int64_t>(wg_tile.row + row) * (columns / kScaleBlock) +
+                                 wg_tile.column / kScaleBlock,
+                             scale.scale);
       }
     }
     // A TMA box has all 128 columns: a half is stored by the threads, as if the result ended after it.
-    const int first = (own.column + 64 * first_half) / 2;
+    const int first = (wg_tile.column + 64 * first_half) / 2;
     const SlabTarget to{d_map, params.gemm.d, params.gemm.d_stride, kHalves == 2 ? columns / 2 : first + 32, 0};
     if constexpr (kHalves == 2) {
-      slabs.store(to, own.row, own.rows, first);
+      slabs.store(to, wg_tile.row, wg_tile.rows, first);
     } else {
       sync_consumer(slabs.consumer);  // hazard: others read before all rows are written
-      slabs.store_rows(slabs.shared.output(slabs.consumer, slabs.slab), to, own.row, own.rows, first);
+      slabs.store_rows(slabs.smem.output(slabs.consumer, slabs.slab), to, wg_tile.row, wg_tile.rows, first);
       if (slabs.is_storing_thread) ptx::tma_store_commit();  // acquire counts the slabs
       slabs.slab = slabs.slab + 1 == Spec::kOutputSlabs ? 0 : slabs.slab + 1;
     }
@@ -332,48 +333,48 @@ struct Halves {
 
 // Takes the next tile before the finished one is stored, so that the next tile's scales are already being loaded.
 template <typename Spec, typename Epilogue>
-__device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, const SharedMemory<Spec>& shared,
+__device__ __forceinline__ void consume_scaled(const ScaledGemmParams& params, const SharedMemory<Spec>& smem,
                                                int consumer, Epilogue epilogue) {
   const int blocks = params.gemm.k / Spec::kBlockK;
-  ScaledMainloop<Spec> mainloop(shared, consumer);
-  RingPosition<Spec::kNumTileSlots> slot;
+  ScaledMainloop<Spec> mainloop(smem, consumer);
+  RingPosition<Spec::kNumTileSlots> tile_state;
   Scales<Spec> scales;
-  Tile next = take_tile<Spec>(shared, slot);
+  Tile next = next_tile<Spec>(smem, tile_state);
   // For `next`, if there is one.
   const auto find_scales = [&] {
-    if (next.expert >= 0) scales.find(params, ScaledTile<Spec>(next, consumer).own);
+    if (next.expert >= 0) scales.find(params, ScaledTile<Spec>(next, consumer).wg_tile);
   };
   const auto load_scales = [&] {
     const ScaledTile<Spec> tile(next, consumer);
-    if (next.expert >= 0) scales.load_first(params, tile.own, blocks, tile.first_half);
+    if (next.expert >= 0) scales.load_first(params, tile.wg_tile, blocks, tile.first_half);
   };
   find_scales();
   load_scales();
   while (next.expert >= 0) {
     const ScaledTile<Spec> tile(next, consumer);
-    const auto finish = [&](auto halves, auto& sums) {
-      next = take_tile<Spec>(shared, slot);
+    const auto finish = [&](auto halves, auto& accum) {
+      next = next_tile<Spec>(smem, tile_state);
       find_scales();
-      epilogue.template store<decltype(halves)::kValue>(tile.own, sums, tile.first_half, load_scales);
+      epilogue.template store<decltype(halves)::kValue>(tile.wg_tile, accum, tile.first_half, load_scales);
     };
     if (tile.is_halved) {
-      float sums[Spec::kAccumulators / 2];
-      mainloop.template multiply<1>(sums, scales, 0, consumer, blocks);
-      finish(Halves<1>(), sums);
+      float accum[Spec::kAccumulators / 2];
+      mainloop.template multiply<1>(accum, scales, 0, consumer, blocks);
+      finish(Halves<1>(), accum);
     } else {
-      float sums[Spec::kAccumulators];
-      mainloop.template multiply<2>(sums, scales, consumer, 0, blocks);
-      finish(Halves<2>(), sums);
+      float accum[Spec::kAccumulators];
+      mainloop.template multiply<2>(accum, scales, consumer, 0, blocks);
+      finish(Halves<2>(), accum);
     }
   }
   epilogue.finish();
 }
 
-// See run_grouped_gemm. Epilogue: constructed from (params, shared, consumer, maps...).
+// See run_grouped_gemm. Epilogue: constructed from (params, smem, consumer, maps...).
 template <typename Spec, typename Epilogue, typename... Maps>
 __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const ptx::TensorMap* a_map,
                                            const ptx::TensorMap& b_map, const Maps&... maps) {
-  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  const SharedMemory<Spec> smem{ptx::dynamic_shared_memory()};
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   const int warpgroup = warp / 4;
 
@@ -381,23 +382,23 @@ __device__ __forceinline__ void run_scaled(const ScaledGemmParams& params, const
     if constexpr (!Spec::kGathersA) ptx::prefetch_tensor_map(a_map);
     ptx::prefetch_tensor_map(&b_map);
     (ptx::prefetch_tensor_map(&maps), ...);
-    init_barriers(shared);
+    init_barriers(smem);
   }
   ptx::barrier_sync_block();
-  const bool is_early = !Spec::kGathersA && params.is_early != 0;
-  if (!is_early) {
+  const bool overlaps_previous_grid = !Spec::kGathersA && params.overlaps_previous_grid != 0;
+  if (!overlaps_previous_grid) {
     ptx::grid_dependency_wait();
     ptx::grid_launch_dependents();
   }
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    produce<Spec, Weights::kNk, /*kIsScaled=*/true>(params.gemm, shared, warp, a_map, b_map, is_early);
+    produce<Spec, Weights::kNk, /*kIsScaled=*/true>(params.gemm, smem, warp, a_map, b_map, overlaps_previous_grid);
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    if (is_early) ptx::grid_dependency_wait();
+    if (overlaps_previous_grid) ptx::grid_dependency_wait();
     const int consumer = warpgroup - 1;
-    consume_scaled<Spec>(params, shared, consumer, Epilogue(params, shared, consumer, maps...));
+    consume_scaled<Spec>(params, smem, consumer, Epilogue(params, smem, consumer, maps...));
   }
 }
 

@@ -38,7 +38,7 @@ struct TileSpec {
   // Arrivals at a stage's full barrier: TMA's bytes, and the copies of each producer thread.
   static constexpr int kFullArrivals = kGathersA ? 1 + 32 * kProducerWarps : 1;
 
-  static_assert(kBlockM == 64 * kNumConsumers || kBlockM == 128 * kNumConsumers, "a consumer has 64 rows, or twice 64");
+  static_assert(kBlockM == 64 * kNumConsumers || kBlockM == 128 * kNumConsumers, "64 or 128 rows per consumer");
   static_assert(kBlockN <= 256 && kBlockN % (kIsGated ? 128 : 16) == 0,
                 "columns leave in slabs of 64, the last of which may be a part of one");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
@@ -108,17 +108,17 @@ struct SharedMemory {
 };
 
 template <typename Spec>
-__device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) {
+__device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& smem) {
   constexpr int kConsumerWarps = 4 * Spec::kNumConsumers;
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
-    ptx::mbarrier_init(shared.full(stage), Spec::kFullArrivals);
-    ptx::mbarrier_init(shared.empty(stage), kConsumerWarps);
+    ptx::mbarrier_init(smem.full(stage), Spec::kFullArrivals);
+    ptx::mbarrier_init(smem.empty(stage), kConsumerWarps);
   }
 #pragma unroll
   for (int slot = 0; slot < Spec::kNumTileSlots; ++slot) {
-    ptx::mbarrier_init(shared.tile_full(slot), 1);
-    ptx::mbarrier_init(shared.tile_empty(slot), kConsumerWarps + Spec::kProducerWarps - 1);
+    ptx::mbarrier_init(smem.tile_full(slot), 1);
+    ptx::mbarrier_init(smem.tile_empty(slot), kConsumerWarps + Spec::kProducerWarps - 1);
   }
   ptx::mbarrier_init_fence();
 }

@@ -1,4 +1,4 @@
-// The producer warpgroup: takes tiles and loads the rows of both operands.
+// The producer warpgroup: fetches tiles and loads the rows of both operands.
 //
 // Full stages are loaded by TMA. An expert's last stage may not be full: the rows that follow in memory are the next
 // expert's, and 0 times a NaN among them would be NaN. So that stage is loaded by cp.async, which writes zeros for rows
@@ -61,85 +61,82 @@ struct Producer {
   static constexpr int kBSlabs = Spec::kBlockN / 64;
 
   const GemmParams& params;
-  const SharedMemory<Spec> shared;
+  const SharedMemory<Spec> smem;
   const ptx::TensorMap& a_map;
   const ptx::TensorMap& b_map;
-  RingPosition<Spec::kNumStages> at;
+  RingPosition<Spec::kNumStages> state;
 
-  __device__ __forceinline__ Producer(const GemmParams& params_, const SharedMemory<Spec>& shared_,
+  __device__ __forceinline__ Producer(const GemmParams& params_, const SharedMemory<Spec>& smem_,
                                       const ptx::TensorMap& a_map_, const ptx::TensorMap& b_map_)
-      : params(params_), shared(shared_), a_map(a_map_), b_map(b_map_) {}
+      : params(params_), smem(smem_), a_map(a_map_), b_map(b_map_) {}
 
   // Hazard: some warp may still read the tile that this one overwrites.
-  __device__ __forceinline__ void publish(const RingPosition<Spec::kTileSlots>& slot, const Tile& tile) const {
-    ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
-    publish_tile(shared.tile(slot.stage), tile);
-    ptx::mbarrier_arrive(shared.tile_full(slot.stage));
+  __device__ __forceinline__ void publish(const RingPosition<Spec::kTileSlots>& tile_state, const Tile& tile) const {
+    ptx::mbarrier_wait(smem.tile_empty(tile_state.stage), tile_state.parity ^ 1);
+    publish_tile(smem.tile(tile_state.stage), tile);
+    ptx::mbarrier_arrive(smem.tile_full(tile_state.stage));
   }
 
   template <int kSlabs>
-  __device__ __forceinline__ void copy_boxes(unsigned char* smem, const ptx::TensorMap& map, int column,
+  __device__ __forceinline__ void copy_boxes(unsigned char* operand_smem, const ptx::TensorMap& map, int column,
                                              int row) const {
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
-      ptx::tma_load_4d(smem + slab * Spec::kSlabBytes, &map, shared.full(at.stage), column + slab * 64, row, 0, 0,
-                       ptx::CacheHint::kEvictNormal);
+      ptx::tma_load_4d(operand_smem + slab * Spec::kSlabBytes, &map, smem.full(state.stage), column + slab * 64, row, 0,
+                       0, ptx::CacheHint::kEvictNormal);
     }
   }
 
-  // Calls draw(rows left) before each stage.
-  template <typename Draw>
-  __device__ __forceinline__ void load_tile(const Tile& tile, Draw draw) {
+  // Calls fetch_next(rows left) before each stage.
+  template <typename FetchNext>
+  __device__ __forceinline__ void load_tile(const Tile& tile, FetchNext fetch_next) {
     const int a_column = tile.m_tile() * Spec::kBlockM;
     const int b_column = tile.n_tile() * Spec::kBlockN;
     for (int done = 0; done < tile.rows; done += Spec::kStageRows) {
       const int first = tile.first_row + done;
       const int left = tile.rows - done;
       const bool is_full = left >= Spec::kStageRows;
-      draw(left);
-      ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+      fetch_next(left);
+      ptx::mbarrier_wait(smem.empty(state.stage), state.parity ^ 1);
       if (ptx::thread_index() == 0) {
-        ptx::mbarrier_arrive_expect_tx(shared.full(at.stage), is_full ? Spec::kStageBytes : 0);
+        ptx::mbarrier_arrive_expect_tx(smem.full(state.stage), is_full ? Spec::kStageBytes : 0);
         if (is_full) {
-          copy_boxes<kASlabs>(shared.a(at.stage), a_map, a_column, first);
-          copy_boxes<kBSlabs>(shared.b(at.stage), b_map, b_column, first);
+          copy_boxes<kASlabs>(smem.a(state.stage), a_map, a_column, first);
+          copy_boxes<kBSlabs>(smem.b(state.stage), b_map, b_column, first);
         }
       }
       if (!is_full) {
-        RowCopies<kASlabs>(params.a, params.a_stride, a_column, params.n).copy(shared.a(at.stage), first, left);
-        RowCopies<kBSlabs>(params.b, params.b_stride, b_column, params.k).copy(shared.b(at.stage), first, left);
+        RowCopies<kASlabs>(params.a, params.a_stride, a_column, params.n).copy(smem.a(state.stage), first, left);
+        RowCopies<kBSlabs>(params.b, params.b_stride, b_column, params.k).copy(smem.b(state.stage), first, left);
       }
-      ptx::mbarrier_arrive_cp_async(shared.full(at.stage));
-      at.advance();
+      ptx::mbarrier_arrive_cp_async(smem.full(state.stage));
+      state.advance();
     }
   }
 
   __device__ __forceinline__ void run() {
-    const Schedule<Spec> schedule(params, shared);
+    const Schedule<Spec> schedule(params, smem);
     const int num_tiles = schedule.num_tiles();
-    const bool is_drawing_thread = ptx::thread_index() == 0;
-    RingPosition<Spec::kTileSlots> slot;
-    int number = ptx::block_index();
-    if (is_drawing_thread) publish(slot, schedule.tile(number));
+    const bool is_scheduling_thread = ptx::thread_index() == 0;
+    RingPosition<Spec::kTileSlots> tile_state;
+    int tile_index = ptx::block_index();
+    if (is_scheduling_thread) publish(tile_state, schedule.tile(tile_index));
     while (true) {
-      ptx::mbarrier_wait(shared.tile_full(slot.stage), slot.parity);
-      const Tile tile = read_tile<Tile>(shared.tile(slot.stage));
-      release(shared.tile_empty(slot.stage));
-      slot.advance();
+      ptx::mbarrier_wait(smem.tile_full(tile_state.stage), tile_state.parity);
+      const Tile tile = read_tile<Tile>(smem.tile(tile_state.stage));
+      release(smem.tile_empty(tile_state.stage));
+      tile_state.advance();
       if (tile.expert < 0) return;
-      // The next tile is taken late: a block that takes it at the start of a long tile holds up a tile that others,
-      // done sooner, could begin. But not at the very end, when the next tile's loads would wait for the counter's
-      // answer.
-      constexpr int kDrawAheadRows = 3 * Spec::kStageRows;
-      bool draws = is_drawing_thread;
-      const auto draw = [&](int rows_left) {
-        if (!draws || rows_left > kDrawAheadRows) return;
-        number = next_tile_index(params.tile_counter, num_tiles, number);
-        draws = false;
+      bool fetches = is_scheduling_thread;
+      const auto fetch_next = [&](int rows_left) {
+        if (!fetches || rows_left > kDrawAhead * Spec::kStageRows) return;
+        tile_index = next_tile_index(params.tile_counter, num_tiles, tile_index);
+        fetches = false;
       };
-      load_tile(tile, draw);
-      draw(0);  // for an expert without rows
-      if (is_drawing_thread) publish(slot, number < num_tiles ? schedule.tile(number) : Tile{-1, 0, 0, 0});
+      load_tile(tile, fetch_next);
+      fetch_next(0);  // for an expert without rows
+      if (is_scheduling_thread)
+        publish(tile_state, tile_index < num_tiles ? schedule.tile(tile_index) : Tile{-1, 0, 0, 0});
     }
   }
 };

@@ -67,17 +67,17 @@ struct GradientScales {
 template <typename Spec>
 struct ScaledProducer {
   const GemmParams& params;
-  const moe::sm90::SharedMemory<Spec> shared;
+  const moe::sm90::SharedMemory<Spec> smem;
   const ptx::TensorMap& a_map;
   const ptx::TensorMap& b_map;
-  RingPosition<Spec::kNumStages> at;
+  RingPosition<Spec::kNumStages> state;
 
   // Experts one after another; within one, sections of kSection m tiles, all n tiles of a section before the next
   // section, so that concurrent blocks share rows of both operands.
-  __device__ __forceinline__ ScaledTile tile(int m_tiles, int n_tiles, int number) const {
+  __device__ __forceinline__ ScaledTile tile(int m_tiles, int n_tiles, int tile_index) const {
     constexpr int kSection = 8;
-    const int expert = number / (m_tiles * n_tiles);
-    const int rest = number - expert * m_tiles * n_tiles;
+    const int expert = tile_index / (m_tiles * n_tiles);
+    const int rest = tile_index - expert * m_tiles * n_tiles;
     const int first_m = rest / (kSection * n_tiles) * kSection;
     const int in_section = minimum(kSection, m_tiles - first_m);
     const int within = rest - first_m * n_tiles;
@@ -90,17 +90,17 @@ struct ScaledProducer {
 
   __device__ __forceinline__ void load(const ScaledTile& tile) {
     constexpr ptx::CacheHint kHint = ptx::CacheHint::kEvictNormal;
-    for (int block = 0; block < tile.blocks; ++block, at.advance()) {
-      ptx::Mbarrier* full = shared.full(at.stage);
-      ptx::mbarrier_wait(shared.empty(at.stage), at.parity ^ 1);
+    for (int block = 0; block < tile.blocks; ++block, state.advance()) {
+      ptx::Mbarrier* full = smem.full(state.stage);
+      ptx::mbarrier_wait(smem.empty(state.stage), state.parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(full, Spec::kABytes + Spec::kBBytes);
       const int k = (tile.first_block + block) * Spec::kBlockK;
 #pragma unroll
       for (int slab = 0; slab < Spec::kBlockM / 64; ++slab) {
-        ptx::tma_load_4d(shared.a(at.stage) + slab * Spec::kSlabBytes, &a_map, full, k,
+        ptx::tma_load_4d(smem.a(state.stage) + slab * Spec::kSlabBytes, &a_map, full, k,
                          tile.m_tile() * Spec::kBlockM + slab * 64, 0, 0, kHint);
       }
-      ptx::tma_load_4d(shared.b(at.stage), &b_map, full, k, tile.n_tile() * Spec::kBlockN, 0, 0, kHint);
+      ptx::tma_load_4d(smem.b(state.stage), &b_map, full, k, tile.n_tile() * Spec::kBlockN, 0, 0, kHint);
     }
   }
 
@@ -108,45 +108,45 @@ struct ScaledProducer {
   __device__ __forceinline__ void run() {
     const int m_tiles = ceil_div(params.n, Spec::kBlockM), n_tiles = ceil_div(params.k, Spec::kBlockN);
     const int num_tiles = m_tiles * n_tiles * params.experts;
-    RingPosition<Spec::kNumTileSlots> slot;
-    for (int number = ptx::block_index();; slot.advance()) {
-      const bool is_end = number >= num_tiles;
+    RingPosition<Spec::kNumTileSlots> tile_state;
+    for (int tile_index = ptx::block_index();; tile_state.advance()) {
+      const bool is_end = tile_index >= num_tiles;
       // One tile ahead: the counter's answer arrives while this tile's loads are issued.
-      const int next = is_end ? number : next_tile_index(params.tile_counter, num_tiles, number);
-      const ScaledTile found = is_end ? ScaledTile{-1, 0, 0, 0} : tile(m_tiles, n_tiles, number);
+      const int next = is_end ? tile_index : next_tile_index(params.tile_counter, num_tiles, tile_index);
+      const ScaledTile found = is_end ? ScaledTile{-1, 0, 0, 0} : tile(m_tiles, n_tiles, tile_index);
       // Hazard: some warp may still read the tile that this one overwrites.
-      ptx::mbarrier_wait(shared.tile_empty(slot.stage), slot.parity ^ 1);
-      publish_tile(shared.tile(slot.stage), found);
-      ptx::mbarrier_arrive(shared.tile_full(slot.stage));
+      ptx::mbarrier_wait(smem.tile_empty(tile_state.stage), tile_state.parity ^ 1);
+      publish_tile(smem.tile(tile_state.stage), found);
+      ptx::mbarrier_arrive(smem.tile_full(tile_state.stage));
       if (is_end) return;
       load(found);
-      number = next;
+      tile_index = next;
     }
   }
 };
 
 template <typename Spec>
 __device__ __forceinline__ void consume_gradient(const ScaledGemmParams& params,
-                                                 const moe::sm90::SharedMemory<Spec>& shared, int consumer,
+                                                 const moe::sm90::SharedMemory<Spec>& smem, int consumer,
                                                  const ptx::TensorMap& d_map) {
   const GemmParams& gemm = params.gemm;
-  ScaledMainloop<Spec> mainloop(shared, consumer);
-  ScaledEpilogue<Spec> epilogue(gemm, shared, consumer, d_map, gemm.k);
-  RingPosition<Spec::kNumTileSlots> slot;
+  ScaledMainloop<Spec> mainloop(smem, consumer);
+  ScaledEpilogue<Spec> epilogue(gemm, smem, consumer, d_map, gemm.k);
+  RingPosition<Spec::kNumTileSlots> tile_state;
   while (true) {
-    const auto tile = moe::sm90::take_tile<Spec, ScaledTile>(shared, slot);
+    const auto tile = moe::sm90::next_tile<Spec, ScaledTile>(smem, tile_state);
     if (tile.expert < 0) break;
-    float sums[Spec::kAccumulators];
+    float accum[Spec::kAccumulators];
     if (tile.blocks > 0) {
       GradientScales<Spec> scales(params, tile, consumer);
       scales.load(0);
-      mainloop.template multiply<2>(sums, scales, consumer, 0, tile.blocks);
+      mainloop.template multiply<2>(accum, scales, consumer, 0, tile.blocks);
     } else {
 #pragma unroll
-      for (int i = 0; i < Spec::kAccumulators; ++i) sums[i] = 0.0f;
+      for (int i = 0; i < Spec::kAccumulators; ++i) accum[i] = 0.0f;
     }
     const int row = tile.expert * gemm.n + tile.m_tile() * Spec::kBlockM + consumer * 64;
-    epilogue.template store<2>(WarpgroupTile<Spec>{tile.expert, row, 64, tile.n_tile() * Spec::kBlockN}, sums, 0,
+    epilogue.template store<2>(WarpgroupTile<Spec>{tile.expert, row, 64, tile.n_tile() * Spec::kBlockN}, accum, 0,
                                [] {});
   }
   epilogue.finish();
@@ -155,7 +155,7 @@ __device__ __forceinline__ void consume_gradient(const ScaledGemmParams& params,
 template <typename Spec>
 __device__ __forceinline__ void scaled_weight_gradient(const ScaledGemmParams& params, const ptx::TensorMap& a_map,
                                                        const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
-  const moe::sm90::SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  const moe::sm90::SharedMemory<Spec> smem{ptx::dynamic_shared_memory()};
   // The shuffle tells the compiler that the role is the same in the whole warp.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   const int warpgroup = warp / 4;
@@ -164,7 +164,7 @@ __device__ __forceinline__ void scaled_weight_gradient(const ScaledGemmParams& p
     ptx::prefetch_tensor_map(&a_map);
     ptx::prefetch_tensor_map(&b_map);
     ptx::prefetch_tensor_map(&d_map);
-    moe::sm90::init_barriers(shared);
+    moe::sm90::init_barriers(smem);
   }
   ptx::barrier_sync_block();
   ptx::grid_launch_dependents();
@@ -172,10 +172,10 @@ __device__ __forceinline__ void scaled_weight_gradient(const ScaledGemmParams& p
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    if (warp == 0 && ptx::lane_index() == 0) ScaledProducer<Spec>{params.gemm, shared, a_map, b_map, {}}.run();
+    if (warp == 0 && ptx::lane_index() == 0) ScaledProducer<Spec>{params.gemm, smem, a_map, b_map, {}}.run();
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    consume_gradient<Spec>(params, shared, warpgroup - 1, d_map);
+    consume_gradient<Spec>(params, smem, warpgroup - 1, d_map);
   }
 }
 

@@ -89,17 +89,17 @@ struct SharedMemory {
 };
 
 template <typename Spec>
-__device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) {
+__device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& smem) {
 #pragma unroll
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
     // One arrival per producer thread when its copies are done, and one for the bytes that TMA copies.
-    ptx::mbarrier_init(shared.full(stage), Spec::kProducerThreads + 1);
-    ptx::mbarrier_init(shared.empty(stage), 4 * Spec::kNumConsumers);
+    ptx::mbarrier_init(smem.full(stage), Spec::kProducerThreads + 1);
+    ptx::mbarrier_init(smem.empty(stage), 4 * Spec::kNumConsumers);
   }
 #pragma unroll
   for (int slot = 0; slot < Spec::kTileSlots; ++slot) {
-    ptx::mbarrier_init(shared.tile_full(slot), 1);
-    ptx::mbarrier_init(shared.tile_empty(slot), Spec::kNumWarps);
+    ptx::mbarrier_init(smem.tile_full(slot), 1);
+    ptx::mbarrier_init(smem.tile_empty(slot), Spec::kNumWarps);
   }
   ptx::mbarrier_init_fence();
 }

@@ -17,7 +17,7 @@ namespace flashmoe::moe::weight_gradient::sm90 {
 template <typename Spec>
 __device__ __forceinline__ void weight_gradient(const GemmParams& params, const ptx::TensorMap& a_map,
                                                 const ptx::TensorMap& b_map, const ptx::TensorMap& d_map) {
-  const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
+  const SharedMemory<Spec> smem{ptx::dynamic_shared_memory()};
   // The shuffle tells the compiler that the role is the same in the whole warp.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   const int warpgroup = warp / 4;
@@ -26,18 +26,18 @@ __device__ __forceinline__ void weight_gradient(const GemmParams& params, const 
     ptx::prefetch_tensor_map(&a_map);
     ptx::prefetch_tensor_map(&b_map);
     ptx::prefetch_tensor_map(&d_map);
-    init_barriers(shared);
+    init_barriers(smem);
   }
   ptx::grid_launch_dependents();
   ptx::grid_dependency_wait();
-  sort_experts(params, shared);
+  sort_experts(params, smem);
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kProducerRegisters>();
-    Producer<Spec>(params, shared, a_map, b_map).run();
+    Producer<Spec>(params, smem, a_map, b_map).run();
   } else {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-    Consumer<Spec>(params, shared, d_map, warpgroup - 1).run();
+    Consumer<Spec>(params, smem, d_map, warpgroup - 1).run();
   }
 }
 

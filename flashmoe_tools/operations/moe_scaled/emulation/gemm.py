@@ -150,7 +150,7 @@ def trial(unit: Unit, p: Product) -> Trial:
         "a_scale": in_front(inputs.a.scales),
         "b_scale": inputs.weights.scales,
         "d_scale": output(out_scale) if makes_e4m3 else None,
-        "is_early": is_early,
+        "overlaps_previous_grid": is_early,
     }
 
     def check() -> list[str]:

@@ -46,7 +46,7 @@ def trial(unit: Unit, p: QuantizeProblem) -> Trial:
         **{name: output(tensor) for name, tensor in results.items()},
         "rows": p.rows,
         "columns": p.columns,
-        "is_early": p.is_early,
+        "overlaps_previous_grid": p.is_early,
     }
 
     def check() -> list[str]:
