@@ -148,7 +148,7 @@ struct KeptPairs {
 // (keys). row, key: of the first score, multiples of 16; key is a multiple of 32 if kColumns is. (With kColumns = 16
 // half of each draw is used.)
 template <int kColumns, typename Visit>
-__device__ __forceinline__ void visit_by_query(const HeadDropout& dropout, int row, int key, Visit visit) {
+__device__ __forceinline__ void for_each_pair(const HeadDropout& dropout, int row, int key, Visit visit) {
   constexpr int kBlocks = kColumns % 32 == 0 ? 4 : 2;  // blocks of eight keys that one draw covers
   static_assert(kBlocks == 4 || kColumns == 16, "whole draws, or half of one");
   const int lane = ptx::lane_index();
@@ -176,7 +176,7 @@ __device__ __forceinline__ void visit_by_query(const HeadDropout& dropout, int r
 // The same for S^T: rows are keys, columns are queries. Two lanes with adjacent keys hold the same pair of columns:
 // each draws the words of one column and passes the other lane the word of that lane's key.
 template <int kColumns, typename Visit>
-__device__ __forceinline__ void visit_by_key(const HeadDropout& dropout, int row, int key, Visit visit) {
+__device__ __forceinline__ void for_each_pair_transposed(const HeadDropout& dropout, int row, int key, Visit visit) {
   const int lane = ptx::lane_index();
   const bool is_odd = lane / 4 % 2 != 0;  // this lane's key
   const bool is_upper = key % 32 != 0;

@@ -69,18 +69,4 @@ __device__ __forceinline__ float sink_log2(const ScoreOptions& options, int head
          kLog2E;
 }
 
-// Returns what the mask adds to a score: zero without a mask or if is_read is false. Branch-free.
-template <typename Element>
-__device__ __forceinline__ float mask_term(const ScoreOptions& options, int64_t index, bool is_read) {
-  const bool is_bool = options.mask_type == MaskTensor::kBool;
-  const auto* mask = static_cast<const unsigned char*>(options.mask);
-  const uint32_t flag = ptx::ld_global_8_if(mask + index, is_read && is_bool);
-  const uint32_t bits = ptx::ld_global_16_if(mask + 2 * index, is_read && options.mask_type == MaskTensor::kAdditive);
-  if (is_bool) return is_read && flag == 0 ? ptx::negative_infinity() : 0.0f;
-  const float value = unpack<Element>(bits).x;
-  const float term = value * options.mask_factor;
-  const bool is_finite = value > ptx::negative_infinity() && value < -ptx::negative_infinity();
-  return is_finite ? max(-kLargestTerm, min(kLargestTerm, term)) : term;
-}
-
 }  // namespace flashmoe::attention

@@ -114,15 +114,15 @@ struct Sequence<MaskKind::kRuntime> {
 
   // The number of the page that holds key `index`.
   __device__ __forceinline__ int page_of(int index) const {
-    return existing_page(stated_page(index / params.sequences.page_size));
+    return clamp_page(load_page(index / params.sequences.page_size));
   }
   // The same in two steps, so that other work can hide the latency of the load: the page number in the table, then the
   // page to read.
-  __device__ __forceinline__ int stated_page(int page_of_sequence) const {
+  __device__ __forceinline__ int load_page(int page_of_sequence) const {
     const Batch& sequences = params.sequences;
     return load_length(sequences.block_table + batch * sequences.block_table_stride + page_of_sequence);
   }
-  __device__ __forceinline__ int existing_page(int page) const {
+  __device__ __forceinline__ int clamp_page(int page) const {
     return page >= 0 && page < params.sequences.num_pages ? page : 0;
   }
 

@@ -33,9 +33,9 @@ extern "C" int choose(int capability, int multiprocessors, const char* forced, i
   const attention::SelectorInput input =
       dense_input(capability, multiprocessors, forced, is_bf16, is_causal, head_dim, sizes);
   try {
-    const attention::Choice choice = attention::select_forward(input);
-    std::snprintf(answer, length, "%s %s %d", choice.forward->symbol,
-                  host::kernel_table().binaries[choice.forward->binary].target, choice.num_splits);
+    const attention::KernelPlan plan = attention::select_forward(input);
+    std::snprintf(answer, length, "%s %s %d", plan.forward->symbol,
+                  host::kernel_table().binaries[plan.forward->binary].target, plan.num_splits);
     return 0;
   } catch (const std::exception& error) {
     std::snprintf(answer, length, "%s", error.what());
@@ -65,12 +65,12 @@ extern "C" int choose_varlen(int capability, const char* forced, int is_bf16, in
         sizes[3],      sizes[4], has_score_functions != 0,   sizes[6] != 0, sizes[5] != 0, sizes[8], sizes[9],
         sizes[10] != 0};
     const host::Kernel* kernel = attention::select_varlen_forward(input);
-    const attention::Division division = attention::divide_keys(input, *kernel);
+    const attention::SplitPlan split_plan = attention::plan_split(input, *kernel);
     const auto target = [](const host::Kernel* of) { return host::kernel_table().binaries[of->binary].target; };
     const int used = std::snprintf(answer, length, "%s %s", kernel->symbol, target(kernel));
-    if (division.combine != nullptr) {
-      std::snprintf(answer + used, length - used, " %s %s %d", division.combine->symbol, target(division.combine),
-                    division.num_splits);
+    if (split_plan.combine != nullptr) {
+      std::snprintf(answer + used, length - used, " %s %s %d", split_plan.combine->symbol, target(split_plan.combine),
+                    split_plan.num_splits);
     }
     return 0;
   } catch (const std::exception& error) {
@@ -110,7 +110,7 @@ extern "C" void choose_chunk(int capability, const char* forced, int is_bf16, in
   input.is_causal = sizes[10] != 0;
   answer[0] = 0;
   try {
-    const attention::Choice found = attention::select_chunk(input, *attention::select_varlen_forward(input));
+    const attention::KernelPlan found = attention::select_chunk(input, *attention::select_varlen_forward(input));
     if (found.forward == nullptr) return;
     std::snprintf(answer, length, "%s %d %s", found.forward->symbol, found.num_splits,
                   found.combine == nullptr ? "" : found.combine->symbol);
@@ -199,7 +199,7 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
   }
   for (const host::Kernel* kernel : host::loadable_kernels(request.capability)) {
     if (std::strcmp(kernel->operation, "attention_chunk_forward") != 0 || kernel->dtype != request.dtype) continue;
-    const attention::Choice coded = attention::select_coded_chunk(request, {kernel, nullptr, 1});
+    const attention::KernelPlan coded = attention::select_coded_chunk(request, {kernel, nullptr, 1});
     if (coded.forward != nullptr) add(*coded.forward);
   }
 }

@@ -36,18 +36,18 @@ struct Dequantizer {
     if (is_value) part -= key_parts;
   }
 
-  struct Place {
+  struct KeyLocation {
     int page;  // or sequence
     int row;
     bool is_there;  // a window may have left its page behind: its keys are zeros, because a kernel reads whole blocks
   };
-  __device__ __forceinline__ Place place_of(int batch, int key) const {
+  __device__ __forceinline__ KeyLocation locate(int batch, int key) const {
     const Batch& sequences = params.sequences;
-    if (sequences.block_table == nullptr) return Place{batch, key, true};
+    if (sequences.block_table == nullptr) return KeyLocation{batch, key, true};
     const int index = key / sequences.page_size;
     const int page = load_length(sequences.block_table + batch * sequences.block_table_stride + index);
     const bool is_there = page >= 0 && page < sequences.num_pages;
-    return Place{is_there ? page : 0, key - index * sequences.page_size, is_there};
+    return KeyLocation{is_there ? page : 0, key - index * sequences.page_size, is_there};
   }
 
   // Keys from `first` on, as far as the unit and the sequence have any.
@@ -61,10 +61,10 @@ struct Dequantizer {
     Element* to_gmem = static_cast<Element*>(is_value ? params.v_out : params.k_out) +
                        ((static_cast<int64_t>(batch) * params.heads_kv + head) * params.seq_k + first) * columns +
                        part * kCodes;
-    const auto scale_at = [&](const Place& place) {
-      if (!place.is_there) return 0.0f;
+    const auto scale_at = [&](const KeyLocation& location) {
+      if (!location.is_there) return 0.0f;
       if (of.values == nullptr) return of.factor;
-      const int64_t index = of.is_of_pages ? place.page : batch;
+      const int64_t index = of.is_of_pages ? location.page : batch;
       return of.factor * ptx::ld_global_float(of.values + index * of.stride + head * of.head_stride);
     };
     const auto store = [&](int of_unit, const uint32_t (&codes)[2], float scale) {
@@ -81,14 +81,15 @@ struct Dequantizer {
     const int end = minimum(kUnitKeys, keys - first);
     if (params.sequences.block_table != nullptr && params.sequences.page_size % kUnitKeys != 0) {
       for (int of_unit = row; of_unit < end; of_unit += rows) {
-        const Place place = place_of(batch, first + of_unit);
+        const KeyLocation location = locate(batch, first + of_unit);
         uint32_t codes[2] = {0, 0};
-        if (place.is_there) ptx::ld_global_64(codes, from_gmem + place.page * stride.batch + place.row * stride.row);
-        store(of_unit, codes, scale_at(place));
+        if (location.is_there)
+          ptx::ld_global_64(codes, from_gmem + location.page * stride.batch + location.row * stride.row);
+        store(of_unit, codes, scale_at(location));
       }
       return;
     }
-    const Place start = place_of(batch, first);
+    const KeyLocation start = locate(batch, first);
     const float scale = scale_at(start);
     from_gmem += start.page * stride.batch + start.row * stride.row;
     for (int next = row; next < end; next += kAtOnce * rows) {

@@ -192,9 +192,9 @@ __device__ __forceinline__ float softcapped_score(const ScoreOptions& options, f
 // packed: P without that factor, if kPacks. lse_log2(i): of score i; visible: columns of each row, counted from the
 // thread's first.
 template <typename Spec, Softcap kSoftcap, bool kIsPlain, bool kPacks, typename LseLog2>
-__device__ __forceinline__ void weigh(const BackwardParams& params, float (&scores)[2 * kScorePairs<Spec>],
-                                      uint32_t (&packed)[kScorePairs<Spec>], const MaskValues<Spec>& values,
-                                      const KeyRange (&visible)[2], LseLog2 lse_log2) {
+__device__ __forceinline__ void apply_softmax(const BackwardParams& params, float (&scores)[2 * kScorePairs<Spec>],
+                                              uint32_t (&packed)[kScorePairs<Spec>], const MaskValues<Spec>& values,
+                                              const KeyRange (&visible)[2], LseLog2 lse_log2) {
   using Element = typename Spec::Element;
 #pragma unroll
   for (int i = 0; i < kScorePairs<Spec>; ++i) {
@@ -243,24 +243,24 @@ __device__ __forceinline__ void weigh_with_score_mod(const BackwardParams& param
   if (params.score_options.score_factor <= 0.0f) {
     if constexpr (Spec::kServesPlain || Spec::kHasAlibi) {
       if (is_plain) {
-        return weigh<Spec, Softcap::kNone, true, kPacks>(params, scores, packed, values, visible, lse_log2);
+        return apply_softmax<Spec, Softcap::kNone, true, kPacks>(params, scores, packed, values, visible, lse_log2);
       }
     }
-    return weigh<Spec, Softcap::kNone, false, kPacks>(params, scores, packed, values, visible, lse_log2);
+    return apply_softmax<Spec, Softcap::kNone, false, kPacks>(params, scores, packed, values, visible, lse_log2);
   }
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < 2 * kScorePairs<Spec>; ++i) largest = max(largest, fabsf(scores[i]));
   if (!ptx::vote_all(largest * params.score_options.score_factor <= kSeriesEnd)) {
     if (is_plain) {
-      weigh<Spec, Softcap::kExact, true, kPacks>(params, scores, packed, values, visible, lse_log2);
+      apply_softmax<Spec, Softcap::kExact, true, kPacks>(params, scores, packed, values, visible, lse_log2);
     } else {
-      weigh<Spec, Softcap::kExact, false, kPacks>(params, scores, packed, values, visible, lse_log2);
+      apply_softmax<Spec, Softcap::kExact, false, kPacks>(params, scores, packed, values, visible, lse_log2);
     }
   } else if (is_plain) {
-    weigh<Spec, Softcap::kSeries, true, kPacks>(params, scores, packed, values, visible, lse_log2);
+    apply_softmax<Spec, Softcap::kSeries, true, kPacks>(params, scores, packed, values, visible, lse_log2);
   } else {
-    weigh<Spec, Softcap::kSeries, false, kPacks>(params, scores, packed, values, visible, lse_log2);
+    apply_softmax<Spec, Softcap::kSeries, false, kPacks>(params, scores, packed, values, visible, lse_log2);
   }
 }
 

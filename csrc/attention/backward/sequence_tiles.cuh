@@ -291,4 +291,31 @@ __device__ __forceinline__ int64_t statistics_row(const BackwardParams& params, 
   return (static_cast<int64_t>(sequence) * params.heads_q + head) * params.seq_q;
 }
 
+// The lengths of every sequence of a dense batch, for the mask rule.
+struct Lengths {
+  const BackwardParams& params;
+
+  __device__ __forceinline__ int rows() const { return params.seq_q; }
+  __device__ __forceinline__ int keys() const { return params.seq_k; }
+};
+
+// Keys that query `row` sees.
+template <MaskKind kMask, typename LengthsType>
+__device__ __forceinline__ KeyRange visible_keys(const BackwardParams& params, const LengthsType& lengths, int row) {
+  if constexpr (kMask == MaskKind::kRuntime) return window_keys(params.score_options, lengths, row);
+  if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_k};
+  return KeyRange{0, max(0, min(params.seq_k, diagonal_key(Lengths{params}, row + 1)))};
+}
+
+// Queries that see key `key`. Without a window the last query sees every key. Keys past the last are seen by none.
+template <MaskKind kMask, typename LengthsType>
+__device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, const LengthsType& lengths, int key) {
+  if constexpr (kMask == MaskKind::kRuntime) {
+    if (key >= lengths.keys()) return KeyRange{0, 0};
+    return window_rows(params.score_options, lengths, key);
+  }
+  if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_q};
+  return KeyRange{max(0, diagonal_row(Lengths{params}, key)), params.seq_q};
+}
+
 }  // namespace flashmoe::attention::backward

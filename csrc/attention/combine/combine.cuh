@@ -29,7 +29,7 @@ struct CombineSpec {
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kSharedBytes = 0;
   static_assert(kBlockM == kNumWarps, "one warp per row");
-  static_assert(kBlockN_ == 32, "one lane a split");
+  static_assert(kBlockN_ == 32, "one lane per split");
   static_assert(kNumStages_ == 1, "nothing is staged");
 };
 

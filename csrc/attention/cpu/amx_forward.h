@@ -99,10 +99,10 @@ class AmxForward {
       q_[block] = pack_left(operands_.q + first_row(block) * stride, stride, height(block), head_dim_, padded_dim_,
                             scratch_.whole, scratch_.q + int64_t{block} * kPlanes * kBlockRows * padded_dim_);
     }
-    for (int32_t key = 0; key < key_end_ && !is_all_given_up(); key += kPassKeys) {
+    for (int32_t key = 0; key < key_end_ && !all_need_fallback(); key += kPassKeys) {
       run_pass(key, clamp(int64_t{key_end_} - key, 0, kPassKeys));
     }
-    return given_up_;
+    return fallback_blocks_;
   }
 
  private:
@@ -117,11 +117,11 @@ class AmxForward {
   int32_t height(int32_t block) const { return clamp(task_.row_end - first_row(block), 0, kBlockRows); }
   // Keys that any of 32 rows from the block's first on would see, even if the task's end cuts the block short.
   int32_t visible_end(int32_t block) const { return mask_.keys(first_row(block), kBlockRows).end; }
-  bool is_given_up(int32_t block) const { return (given_up_ >> block & 1) != 0; }
-  bool is_all_given_up() const { return given_up_ == (uint64_t{1} << row_blocks_) - 1; }
-  void give_up_if(bool condition, int32_t block) { given_up_ |= static_cast<uint32_t>(condition) << block; }
-  void give_up_unless_finite(__m512 x, int32_t block) {
-    give_up_if(Vector::any_differs(Vector::sub(x, x), Vector::zero()), block);
+  bool needs_fallback(int32_t block) const { return (fallback_blocks_ >> block & 1) != 0; }
+  bool all_need_fallback() const { return fallback_blocks_ == (uint64_t{1} << row_blocks_) - 1; }
+  void fall_back_if(bool condition, int32_t block) { fallback_blocks_ |= static_cast<uint32_t>(condition) << block; }
+  void fall_back_unless_finite(__m512 x, int32_t block) {
+    fall_back_if(Vector::any_differs(Vector::sub(x, x), Vector::zero()), block);
   }
 
   struct Pass {
@@ -137,7 +137,7 @@ class AmxForward {
   bool is_last(const Pass& pass, int32_t block) const { return visible_end(block) <= pass.begin + kPassKeys; }
   // Whether the row block sees a key of the block of K.
   bool takes_part(const Pass& pass, int32_t block, int32_t k_block) const {
-    return !is_given_up(block) && k_block < visible_steps(pass, block);
+    return !needs_fallback(block) && k_block < visible_steps(pass, block);
   }
 
   // The buffer of a column block of K or V; kAtOnce of them are packed at a time.
@@ -173,7 +173,7 @@ class AmxForward {
 
   void run_pass(int32_t begin, int32_t keys) {
     const Pass pass = {begin, keys, steps_of(keys), padded_dim_ / kBlockColumns};
-    for (int32_t k_block = 0; k_block < pass.k_blocks && !is_all_given_up(); k_block += kAtOnce) {
+    for (int32_t k_block = 0; k_block < pass.k_blocks && !all_need_fallback(); k_block += kAtOnce) {
       compute_scores(pass, k_block, clamp(k_block + kAtOnce, 0, pass.k_blocks));
     }
     for (int32_t block = 0; block < row_blocks_; ++block) {
@@ -182,7 +182,7 @@ class AmxForward {
       run_product<0>(pass, Epilogue::kSums, block, 0, next_product(), weights_operand(block), scratch_.ones,
                      visible_steps(pass, block), nullptr);
     }
-    for (int32_t v_block = 0; v_block < pass.v_blocks && !is_all_given_up(); v_block += kAtOnce) {
+    for (int32_t v_block = 0; v_block < pass.v_blocks && !all_need_fallback(); v_block += kAtOnce) {
       compute_output(pass, v_block, clamp(v_block + kAtOnce, 0, pass.v_blocks));
     }
     drain(pass);
@@ -298,7 +298,7 @@ class AmxForward {
     const bool is_inside = mask.keys_of_all(kRowsAtOnce).end == kStep
                                ? scores_to_weights<false>(product, scale_log2_, mask, type, to)
                                : scores_to_weights<true>(product, scale_log2_, mask, type, to);
-    give_up_if(!is_inside, row_block_);
+    fall_back_if(!is_inside, row_block_);
     if (sums_exactly()) {
       add_exact_weights(product, scale_log2_, mask,
                         scratch_.exact_sum + (int64_t{row_block_} * kBlockRows + row) * Vector::kWidth);
@@ -321,9 +321,9 @@ class AmxForward {
     const int32_t first_seeing = mask_.block(first_row(row_block_), 0, params_.seq_k).first_row(0);
     for (int c = 0; c < kBlockVectors; ++c) {
       const __m512 x = Vector::load(sum + c * Vector::kWidth);
-      give_up_unless_finite(x, row_block_);
+      fall_back_unless_finite(x, row_block_);
       const __m512 seeing = Vector::from_lane(first_seeing - c * Vector::kWidth, x, least);
-      give_up_if(_mm512_cmp_ps_mask(seeing, least, _CMP_LT_OQ) != 0, row_block_);
+      fall_back_if(_mm512_cmp_ps_mask(seeing, least, _CMP_LT_OQ) != 0, row_block_);
       Vector::store(sum + c * Vector::kWidth, inverse_sum({nullptr, sum, nullptr}, c));
     }
   }
@@ -334,7 +334,7 @@ class AmxForward {
     const float* inverse_sums = scratch_.sum + row_block_ * kBlockRows + row;
     T* out = operands_.out + (first_row(row_block_) + row) * stride + dim;
     const float* product = product_ + row * kBlockColumns;
-    give_up_unless_finite(store_output(product, inverse_sums, rows, head_dim_ - dim, stride, out), row_block_);
+    fall_back_unless_finite(store_output(product, inverse_sums, rows, head_dim_ - dim, stride, out), row_block_);
   }
 
   void store_block_lse(int32_t block) const {
@@ -360,7 +360,7 @@ class AmxForward {
     }
   }
 
-  static constexpr int32_t kMostRowBlocks = 32;  // the number of bits in given_up_
+  static constexpr int32_t kMostRowBlocks = 32;  // the number of bits in fallback_blocks_
 
   const Task& task_;
   const attention::ForwardParams& params_;
@@ -373,7 +373,7 @@ class AmxForward {
   const int32_t key_end_;
   const float scale_log2_;
   const AmxScratch<T> scratch_;
-  uint32_t given_up_ = 0;
+  uint32_t fallback_blocks_ = 0;
   // The last product, whose epilogue has not run yet.
   Epilogue epilogue_ = Epilogue::kNone;
   int32_t row_block_ = 0;

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/cpu/entries.h"
+#include "attention/cpu/offsets.h"
 #include "attention/cpu/kernel.h"
 #include "cpu/isa.h"
 
@@ -59,23 +59,23 @@ struct Problem {
   const attention::ForwardParams& params;
   ScalarType type;
   bool causal;
-  bool is_band;
+  bool has_options;
   int32_t head_dim_v;
   int64_t lse_stride;
-  const std::vector<attention::ForwardParams>* entries;  // null: dense
-  const attention::Dropout* dropout;                     // null: none
+  const std::vector<attention::ForwardParams>* sequences;  // null: dense
+  const attention::Dropout* dropout;                       // null: none
 
-  const attention::ForwardParams& of_entry(int32_t entry) const {
-    return entries == nullptr ? params : (*entries)[static_cast<size_t>(entry)];
+  const attention::ForwardParams& of_sequence(int32_t sequence) const {
+    return sequences == nullptr ? params : (*sequences)[static_cast<size_t>(sequence)];
   }
 };
 
 int32_t choose_task_rows(const Problem& problem, const Kernel& kernel, int num_threads) {
   const attention::ForwardParams& params = problem.params;
   const auto tasks = [&](int32_t rows) {
-    if (problem.entries == nullptr) return int64_t{params.batch} * params.heads_q * divide_up(params.seq_q, rows);
+    if (problem.sequences == nullptr) return int64_t{params.batch} * params.heads_q * divide_up(params.seq_q, rows);
     int64_t sum = 0;
-    for (const attention::ForwardParams& entry : *problem.entries) sum += divide_up(entry.seq_q, rows);
+    for (const attention::ForwardParams& sequence : *problem.sequences) sum += divide_up(sequence.seq_q, rows);
     return sum * params.heads_q;
   };
   int32_t rows = kMaxTaskRows;
@@ -97,22 +97,22 @@ struct Plan {
   // The longest tasks of a causal problem (the last rows) come first, so that no thread starts one when the others
   // finish. Returns false if a short sequence has no such task.
   bool make_task(TaskQueues::Task position, Task* task) const {
-    const auto entry = static_cast<int32_t>(position.group / params.heads_q);
-    task->params = &problem.of_entry(entry);
+    const auto sequence = static_cast<int32_t>(position.group / params.heads_q);
+    task->params = &problem.of_sequence(sequence);
     const int32_t rows = task->params->seq_q;
     const int32_t index = divide_up(rows, task_rows) - 1 - static_cast<int32_t>(position.index);
     if (index < 0) return false;
     task->type = problem.type;
     task->causal = problem.causal;
-    task->batch = problem.entries == nullptr ? entry : 0;
+    task->batch = problem.sequences == nullptr ? sequence : 0;
     task->head_q = static_cast<int32_t>(position.group % params.heads_q);
     task->row_begin = index * task_rows;
     task->row_end = static_cast<int32_t>(std::min<int64_t>(rows, int64_t{task->row_begin} + task_rows));
     task->head_dim_v = problem.head_dim_v;
     task->lse_stride = problem.lse_stride;
-    task->is_band = problem.is_band;
+    task->has_options = problem.has_options;
     task->dropout = problem.dropout;
-    task->sequence = entry;
+    task->sequence = sequence;
     return true;
   }
 
@@ -173,26 +173,26 @@ void compute(const Problem& problem, ParallelFor parallel_for, int num_threads) 
   if (plan.out_of_memory && !plan.queues.all_taken()) throw std::bad_alloc();
 }
 
-std::vector<attention::ForwardParams> make_entries(const attention::ForwardParams& params, ScalarType type) {
-  std::vector<attention::ForwardParams> entries(static_cast<size_t>(params.batch), params);
+std::vector<attention::ForwardParams> make_sequences(const attention::ForwardParams& params, ScalarType type) {
+  std::vector<attention::ForwardParams> sequences(static_cast<size_t>(params.batch), params);
   const int64_t lse_stride = statistic_stride(params);
   for (int32_t index = 0; index < params.batch; ++index) {
-    attention::ForwardParams& entry = entries[static_cast<size_t>(index)];
-    const EntryOffset at(params, type, index);
-    entry.batch = 1;
-    entry.seq_q = at.rows().length;
-    entry.seq_k = at.keys().length;
-    entry.q = at.row(params.q, params.q_stride);
-    entry.k = at.key(params.k, params.k_stride);
-    entry.v = at.key(params.v, params.v_stride);
-    entry.out = at.row(params.out, params.out_stride);
-    entry.lse = at.statistic(params.lse, lse_stride);
+    attention::ForwardParams& sequence = sequences[static_cast<size_t>(index)];
+    const SequenceOffset at(params, type, index);
+    sequence.batch = 1;
+    sequence.seq_q = at.rows().length;
+    sequence.seq_k = at.keys().length;
+    sequence.q = at.row(params.q, params.q_stride);
+    sequence.k = at.key(params.k, params.k_stride);
+    sequence.v = at.key(params.v, params.v_stride);
+    sequence.out = at.row(params.out, params.out_stride);
+    sequence.lse = at.statistic(params.lse, lse_stride);
     if (params.sequences.block_table != nullptr) {
-      entry.sequences.block_table = params.sequences.block_table + index * params.sequences.block_table_stride;
+      sequence.sequences.block_table = params.sequences.block_table + index * params.sequences.block_table_stride;
     }
-    entry.score_options = at.band(params.score_options);
+    sequence.score_options = at.options(params.score_options);
   }
-  return entries;
+  return sequences;
 }
 
 }  // namespace
@@ -213,9 +213,9 @@ void attention_forward_varlen(const attention::ForwardParams& params, ScalarType
   validate(params, num_threads);
   check(params.head_dim_v >= 1 && params.head_dim_v <= kMaxHeadDim, "head_dim_v must be in 1..512", params.head_dim_v);
   if (params.batch == 0 || params.heads_q == 0 || params.seq_q == 0) return;
-  const std::vector<attention::ForwardParams> entries = make_entries(params, type);
-  compute({params, type, params.score_options.right == 0, dropout != nullptr || needs_band(params), params.head_dim_v,
-           statistic_stride(params), &entries, dropout},
+  const std::vector<attention::ForwardParams> sequences = make_sequences(params, type);
+  compute({params, type, params.score_options.right == 0, dropout != nullptr || needs_options(params),
+           params.head_dim_v, statistic_stride(params), &sequences, dropout},
           parallel_for, num_threads);
 }
 

@@ -16,7 +16,7 @@ namespace flashmoe::cpu {
 void attention_forward(const attention::ForwardParams& params, ScalarType type, bool causal, ParallelFor parallel_for,
                        int num_threads);
 
-// The same for the sequences and band of `params`, with head_dim_v: everything that MaskKind::kRuntime means.
+// The same for the sequences and score options of `params`, with head_dim_v: everything that MaskKind::kRuntime means.
 // folded_heads must be 1. dropout: null for none.
 void attention_forward_varlen(const attention::ForwardParams& params, ScalarType type,
                               const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads);

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "attention/cpu/backward_kernel.h"
-#include "attention/cpu/entries.h"
+#include "attention/cpu/offsets.h"
 #include "cpu/isa.h"
 
 namespace flashmoe::cpu {
@@ -32,13 +32,13 @@ const BackwardKernel& kernel_in_use() {
 
 int32_t divide_up(int32_t a, int32_t b) { return a / b + (a % b != 0); }
 
-using Entries = std::vector<attention::BackwardParams>;
+using Sequences = std::vector<attention::BackwardParams>;
 
 struct BackwardPlan {
-  // entries: null for a dense batch.
-  BackwardPlan(const BackwardTask& whole, const Entries* entries, int num_threads)
+  // sequences: null for a dense batch.
+  BackwardPlan(const BackwardTask& whole, const Sequences* sequences, int num_threads)
       : whole(whole),
-        entries(entries),
+        sequences(sequences),
         params(*whole.params),
         kernel(kernel_in_use()),
         group(params.heads_q / params.heads_kv),
@@ -60,10 +60,10 @@ struct BackwardPlan {
   }
   // Whether the fused task of the longest sequence would outlast the others.
   bool is_one_too_long(int64_t fused, int64_t split, int num_threads) const {
-    if (entries == nullptr) return false;
+    if (sequences == nullptr) return false;
     int64_t longest = 0, sum = 0;
-    for (const attention::BackwardParams& entry : *entries) {
-      const int64_t scores = int64_t{entry.seq_q} * entry.seq_k;
+    for (const attention::BackwardParams& sequence : *sequences) {
+      const int64_t scores = int64_t{sequence.seq_q} * sequence.seq_k;
       longest = std::max(longest, scores);
       sum += scores;
     }
@@ -76,10 +76,10 @@ struct BackwardPlan {
     BackwardTask& task = *result = whole;
     const auto batch = static_cast<int32_t>(position.group / params.heads_kv);
     task.sequence = batch;
-    if (entries == nullptr) {
+    if (sequences == nullptr) {
       task.batch = batch;
     } else {
-      task.params = &(*entries)[static_cast<size_t>(batch)];
+      task.params = &(*sequences)[static_cast<size_t>(batch)];
       task.row_end = task.params->seq_q;
       task.key_end = task.params->seq_k;
     }
@@ -117,8 +117,8 @@ struct BackwardPlan {
 
   bool may_be_exact(const attention::BackwardParams& sizes) const {
     const int64_t rows = int64_t{group} * sizes.seq_q;
-    return whole.type == ScalarType::kFloat32 && !whole.is_band && rows <= kMostExactRows && rows * sizes.seq_k > 0 &&
-           rows * sizes.seq_k <= kMostExactScores;
+    return whole.type == ScalarType::kFloat32 && !whole.has_options && rows <= kMostExactRows &&
+           rows * sizes.seq_k > 0 && rows * sizes.seq_k <= kMostExactScores;
   }
   // Whether a key head for which may_be_exact() holds is computed in double. The inputs of this choice are the same for
   // all tasks of the head.
@@ -136,9 +136,9 @@ struct BackwardPlan {
   // The largest need of any key head that may be computed in double.
   size_t most_exact_bytes() const {
     size_t most = 0;
-    for (size_t i = 0; i < (entries == nullptr ? 1 : entries->size()); ++i) {
+    for (size_t i = 0; i < (sequences == nullptr ? 1 : sequences->size()); ++i) {
       BackwardTask task = whole;
-      if (entries != nullptr) task.params = &(*entries)[i];
+      if (sequences != nullptr) task.params = &(*sequences)[i];
       if (!may_be_exact(*task.params)) continue;
       task.row_end = task.params->seq_q;
       task.head_end = group;
@@ -149,7 +149,7 @@ struct BackwardPlan {
   }
 
   const BackwardTask& whole;
-  const Entries* entries;
+  const Sequences* sequences;
   const attention::BackwardParams& params;
   const BackwardKernel& kernel;
   const int32_t group;     // query heads per key head
@@ -183,14 +183,14 @@ void work(int64_t begin, int64_t, void* context) noexcept {
   }
 }
 
-void compute(BackwardTask whole, const Entries* entries, ParallelFor parallel_for, int num_threads) {
+void compute(BackwardTask whole, const Sequences* sequences, ParallelFor parallel_for, int num_threads) {
   const attention::BackwardParams& params = *whole.params;
   whole.with_dq = params.dq != nullptr;
   whole.with_dkv = params.dk != nullptr || params.dv != nullptr;
   whole.row_end = params.seq_q;
   whole.key_end = params.seq_k;
   if (params.batch == 0 || params.heads_q == 0 || !(whole.with_dq || whole.with_dkv)) return;
-  BackwardPlan plan(whole, entries, num_threads);
+  BackwardPlan plan(whole, sequences, num_threads);
   if (plan.threads == 1) {
     work(0, 1, &plan);
   } else if (plan.threads > 1) {
@@ -200,28 +200,28 @@ void compute(BackwardTask whole, const Entries* entries, ParallelFor parallel_fo
   if (plan.out_of_memory && !plan.queues.all_taken()) throw std::bad_alloc();
 }
 
-Entries make_entries(const attention::BackwardParams& params, ScalarType type) {
-  Entries entries(static_cast<size_t>(params.batch), params);
+Sequences make_sequences(const attention::BackwardParams& params, ScalarType type) {
+  Sequences sequences(static_cast<size_t>(params.batch), params);
   const int64_t stride = statistic_stride(params);
   for (int32_t index = 0; index < params.batch; ++index) {
-    attention::BackwardParams& entry = entries[static_cast<size_t>(index)];
-    const EntryOffset at(params, type, index);
-    entry.batch = 1;
-    entry.seq_q = at.rows().length;
-    entry.seq_k = at.keys().length;
-    entry.q = at.row(params.q, params.q_stride);
-    entry.k = at.key(params.k, params.k_stride);
-    entry.v = at.key(params.v, params.v_stride);
-    entry.out = at.row(params.out, params.out_stride);
-    entry.dout = at.row(params.dout, params.dout_stride);
-    entry.lse = at.statistic(params.lse, stride);
-    entry.dlse = at.statistic(params.dlse, stride);
-    entry.dq = at.row(params.dq, params.dq_stride);
-    entry.dk = at.key(params.dk, params.dk_stride);
-    entry.dv = at.key(params.dv, params.dv_stride);
-    entry.score_options = at.band(params.score_options);
+    attention::BackwardParams& sequence = sequences[static_cast<size_t>(index)];
+    const SequenceOffset at(params, type, index);
+    sequence.batch = 1;
+    sequence.seq_q = at.rows().length;
+    sequence.seq_k = at.keys().length;
+    sequence.q = at.row(params.q, params.q_stride);
+    sequence.k = at.key(params.k, params.k_stride);
+    sequence.v = at.key(params.v, params.v_stride);
+    sequence.out = at.row(params.out, params.out_stride);
+    sequence.dout = at.row(params.dout, params.dout_stride);
+    sequence.lse = at.statistic(params.lse, stride);
+    sequence.dlse = at.statistic(params.dlse, stride);
+    sequence.dq = at.row(params.dq, params.dq_stride);
+    sequence.dk = at.key(params.dk, params.dk_stride);
+    sequence.dv = at.key(params.dv, params.dv_stride);
+    sequence.score_options = at.options(params.score_options);
   }
-  return entries;
+  return sequences;
 }
 
 }  // namespace
@@ -239,16 +239,16 @@ void attention_backward(const attention::BackwardParams& params, ScalarType type
 
 void attention_backward_varlen(const attention::BackwardParams& params, ScalarType type,
                                const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads) {
-  const Entries entries = make_entries(params, type);
+  const Sequences sequences = make_sequences(params, type);
   BackwardTask whole{};
   whole.params = &params;
   whole.type = type;
   whole.causal = params.score_options.right == 0;
   whole.head_dim_v = params.head_dim_v;
   whole.lse_stride = statistic_stride(params);
-  whole.is_band = dropout != nullptr || needs_band(params);
+  whole.has_options = dropout != nullptr || needs_options(params);
   whole.dropout = dropout;
-  compute(whole, &entries, parallel_for, num_threads);
+  compute(whole, &sequences, parallel_for, num_threads);
 }
 
 }  // namespace flashmoe::cpu

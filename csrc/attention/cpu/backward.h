@@ -16,8 +16,8 @@ namespace flashmoe::cpu {
 void attention_backward(const attention::BackwardParams& params, ScalarType type, bool causal, ParallelFor parallel_for,
                         int num_threads);
 
-// The same for the sequences and band of `params`, with head_dim_v: everything that MaskKind::kRuntime means. Rows and
-// keys of no sequence are not written. dropout: null for none, otherwise that of the forward pass.
+// The same for the sequences and score options of `params`, with head_dim_v: everything that MaskKind::kRuntime means.
+// Rows and keys of no sequence are not written. dropout: null for none, otherwise that of the forward pass.
 void attention_backward_varlen(const attention::BackwardParams& params, ScalarType type,
                                const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads);
 

@@ -64,7 +64,7 @@ class ExactBackward {
       if (!score(key)) return false;
     }
     for (int32_t row = 0; row < s_.rows; ++row) {
-      if (!weigh(row)) return false;
+      if (!apply_softmax(row)) return false;
     }
     for (int32_t key = 0; key < params_.seq_k; key += kBackwardKeys) add_keys(key);
     for (int32_t row = 0; task_.with_dq && row < rows_; ++row) {
@@ -167,7 +167,7 @@ class ExactBackward {
   // Turns S and dP of a row into P and dS. If the sum of P computed from lse is not 1, within the forward pass's
   // rounding, lse and out cover more keys than these (this is a part of a split sequence) and are used. Returns false
   // if lse is NaN or +inf.
-  bool weigh(int32_t row) const {
+  bool apply_softmax(int32_t row) const {
     double* p = s_.p + row * s_.keys;
     double* ds = s_.ds + row * s_.keys;
     const int32_t end = seen_by(row);

@@ -12,7 +12,7 @@ namespace flashmoe::cpu {
 
 // Query rows [row_begin, row_end) of query heads [head_begin, head_end) against keys [key_begin, key_end) of one
 // (batch, key head). For dq the keys are all keys; for dk and dv the rows are all rows of all heads that read the key
-// head. In a ragged or banded batch each sequence has its own parameters, in which it is a batch of one.
+// head. In a ragged or windowed batch each sequence has its own parameters, in which it is a batch of one.
 struct BackwardTask {
   const attention::BackwardParams* params;
   ScalarType type;
@@ -30,8 +30,8 @@ struct BackwardTask {
   int32_t key_end;
   int32_t head_dim_v;
   int64_t lse_stride;                 // between heads
-  bool is_band;                       // use params' band instead of `causal`
-  const attention::Dropout* dropout;  // null: none; otherwise is_band is set
+  bool has_options;                   // use params' score options instead of `causal`
+  const attention::Dropout* dropout;  // null: none; otherwise has_options is set
   int32_t sequence;                   // index in the batch, whatever `batch` is
 };
 

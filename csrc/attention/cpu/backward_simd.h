@@ -39,7 +39,7 @@ namespace {
 constexpr int32_t kSumWords = 64;
 constexpr int32_t kRowsOfShortSums = 16;
 
-// MaskOf: Mask, or BandMask, which applies all options of a band.
+// MaskOf: Mask, or WindowMask, which applies all score options.
 template <class T, class MaskOf>
 class Backward {
  public:
@@ -50,11 +50,12 @@ class Backward {
         s_(memory, task),
         dim_(params_.head_dim),
         dim_v_(task.head_dim_v),
-        scale_(Vector::broadcast(MaskOf::kIsBand ? scale_of_band(params_).natural : params_.scale)),
+        scale_(Vector::broadcast(MaskOf::kHasOptions ? scale_of_options(params_).natural : params_.scale)),
         sum_words_(kIsFloat && (params_.seq_q <= kRowsOfShortSums || has_few_keys<T>(params_.seq_k)) ? kShortSum
                                                                                                      : kSumWords),
         scores_by_row_(kIsFloat && params_.seq_q <= kFewRows && task.dropout == nullptr),
-        is_one_block_(params_.seq_k <= kBackwardKeys && !(MaskOf::kIsBand && params_.score_options.sinks != nullptr)) {}
+        is_one_block_(params_.seq_k <= kBackwardKeys &&
+                      !(MaskOf::kHasOptions && params_.score_options.sinks != nullptr)) {}
 
   void run() {
     int32_t key_begin = task_.key_begin, key_end = task_.key_end;
@@ -160,10 +161,10 @@ class Backward {
   }
 
   // rowsum(dO * O) - dlse of each row. Every row that sees a key of this task sees one in the first block, unless a
-  // band hides it.
+  // window hides it.
   void find_row_terms(const T* const* dout, int32_t head, int32_t row, int32_t rows) const {
     float* kept = s_.row_terms + int64_t{head - task_.head_begin} * task_rows() + row - task_.row_begin;
-    if (MaskOf::kIsBand || key_ == task_.key_begin) {
+    if (MaskOf::kHasOptions || key_ == task_.key_begin) {
       const T* out[kBackwardRows];
       for (int32_t i = 0; i < rows; ++i) out[i] = row_of(params_.out, params_.out_stride, head, int64_t{row} + i);
       multiply_rows(dout, out, rows, s_.row_term);
@@ -181,7 +182,7 @@ class Backward {
       dout[i] = row_of(params_.dout, params_.dout_stride, head, int64_t{row} + i);
       const float lse = params_.lse[statistic(head, row) + i];
       s_.lse[i] = lse == kMinusInfinity ? -kMinusInfinity : lse;
-      s_.correction[i] = s_.row_rest[i] = 0.0f;
+      s_.correction[i] = s_.row_term_error[i] = 0.0f;
     }
     find_row_terms(dout, head, row, rows);
     pack_rows(q, rows, 0, dim_, s_.q_rows, s_.dim_stride);
@@ -194,7 +195,7 @@ class Backward {
     if (rows % 2 == 0) return;
     clear(s_.q_rows + rows * s_.dim_stride, 1);
     clear(s_.dout_rows + rows * s_.dim_stride, 1);
-    s_.lse[rows] = s_.row_term[rows] = s_.row_rest[rows] = s_.correction[rows] = 0.0f;
+    s_.lse[rows] = s_.row_term[rows] = s_.row_term_error[rows] = s_.correction[rows] = 0.0f;
   }
 
   // c = a b, with b = K or V transposed, in partial sums of `part` words.
@@ -235,14 +236,14 @@ class Backward {
                      columns, s_.scores);
     }
     multiply_parts(s_.dout_rows, whole_rows, s_.v_t, word_count<T>(dim_v_), sum_words_, columns, s_.dscores);
-    if constexpr (MaskOf::kIsBand) {
+    if constexpr (MaskOf::kHasOptions) {
       const bool is_finite = are_finite(rows, columns);
       apply_score_function(head, row, rows, keys);
       if (has_dropout()) drop_gradients(head, row, whole_rows, keys, columns);
       if (!is_finite) return add_seen_keys(head, row, rows, mask);
     }
-    if (is_one_block_) mend_rows(mask, head, row, rows, columns);
-    if (!weigh(mask, rows, columns) && rows > 1) {  // 0 * NaN is NaN: one row sees all of its keys
+    if (is_one_block_) renormalize_rows(mask, head, row, rows, columns);
+    if (!apply_softmax(mask, rows, columns) && rows > 1) {  // 0 * NaN is NaN: one row sees all of its keys
       for (int32_t i = 0; i < rows; ++i) add_block(head, row + i, 1);
       return;
     }
@@ -274,7 +275,7 @@ class Backward {
   // and the row term is the mean of dP weighted by P. If the sum is not 1, lse and out cover more keys than these
   // (this is a part of a split sequence), and nothing is corrected.
   template <class BlockMaskOf>
-  void mend_rows(BlockMaskOf mask, int32_t head, int32_t row, int32_t rows, int32_t columns) const {
+  void renormalize_rows(BlockMaskOf mask, int32_t head, int32_t row, int32_t rows, int32_t columns) const {
     float p[kBackwardKeys];
     for (int32_t i = 0; i < rows; ++i) {
       const KeyRange seen = mask.keys_of(i);
@@ -283,7 +284,7 @@ class Backward {
       for (int32_t column = 0; column < columns; column += Vector::kWidth) {
         Vector::Float weight = exp2<ExpDegree<T>::value>(exponent(i, column));
         weight = Vector::from_lane(seen.end - column, Vector::zero(), weight);
-        if (MaskOf::kIsBand) weight = Vector::from_lane(seen.begin - column, weight, Vector::zero());
+        if (MaskOf::kHasOptions) weight = Vector::from_lane(seen.begin - column, weight, Vector::zero());
         Vector::store(p + column, weight);
         weights = Vector::add(weights, weight);
         products = Vector::fma(weight, seen_of(dscores, column, seen), products);
@@ -298,7 +299,7 @@ class Backward {
       const float mean = sum_of_lanes(products) / weight;
       const float dlse = params_.dlse == nullptr ? 0.0f : params_.dlse[statistic(head, row) + i];
       s_.row_term[i] = kIsFloat ? mean : mean - dlse;
-      if (kIsFloat) s_.row_rest[i] = mean_difference(p, dscores, seen, columns, mean) - dlse;
+      if (kIsFloat) s_.row_term_error[i] = mean_difference(p, dscores, seen, columns, mean) - dlse;
       s_.correction[i] =
           kLog2E * excess * (0.5f * excess - 1.0f);  // -log2 of the sum, to the third power of the excess
     }
@@ -318,7 +319,7 @@ class Backward {
     return Vector::from_lane(seen.end - column, Vector::zero(), Vector::load(dscores + column));
   }
 
-  // Whether a band's block can be multiplied as a whole: S and dP are finite.
+  // Whether a block with score options can be multiplied as a whole: S and dP are finite.
   bool are_finite(int32_t rows, int32_t columns) const {
     Vector::Float sum = Vector::zero();  // of 0 * x, which is not 0 for NaN and Inf
     for (int32_t row = 0; row < rows; ++row) {
@@ -339,9 +340,10 @@ class Backward {
     }
   }
 
-  // Adds the contributions of a band's block key by key, skipping keys that a row does not see: they may hold NaN.
+  // Adds the contributions of a block with score options key by key, skipping keys that a row does not see: they may
+  // hold NaN.
   // Slow.
-  void add_seen_keys(int32_t head, int32_t row, int32_t rows, BandBlockMask mask) const {
+  void add_seen_keys(int32_t head, int32_t row, int32_t rows, WindowBlockMask mask) const {
     constexpr int32_t kMaxPadded = 512 + Vector::kWidth;
     float q[kMaxPadded], dout[kMaxPadded], k[kMaxPadded], lanes[Vector::kWidth];
     const Vector::Float one = Vector::broadcast(1.0f);
@@ -354,7 +356,7 @@ class Backward {
         if (s_.scores[at] == kMinusInfinity) continue;
         Vector::store(lanes, exp2<kExpDegreeFull>(exponent(i, Vector::broadcast(s_.scores[at]))));
         const float p = lanes[0], slope = has_softcap() ? s_.slopes[at] : 1.0f;
-        const float ds = p * (s_.dscores[at] - s_.row_term[i] - s_.row_rest[i]) * slope;
+        const float ds = p * (s_.dscores[at] - s_.row_term[i] - s_.row_term_error[i]) * slope;
         if (task_.with_dkv) {
           if (!has_dropout() || s_.factors[at] != 0.0f)
             add_scaled(has_dropout() ? p * s_.factors[at] : p, dout, dim_v_, s_.dv + key * s_.dim_stride);
@@ -372,7 +374,7 @@ class Backward {
     for (int32_t i = 0; i < count; ++i) to[i] += factor * from[i];
   }
 
-  bool has_dropout() const { return MaskOf::kIsBand && task_.dropout != nullptr; }
+  bool has_dropout() const { return MaskOf::kHasOptions && task_.dropout != nullptr; }
   // Computes the factors of this block and multiplies dP by them. Columns past the keys are zero.
   void drop_gradients(int32_t head, int32_t row, int32_t rows, int32_t keys, int32_t columns) const {
     DropoutFactors(*task_.dropout, task_.sequence, head).fill(row, rows, key_, keys, kScoreStride, 1, s_.factors);
@@ -383,13 +385,13 @@ class Backward {
     }
   }
 
-  bool has_softcap() const { return MaskOf::kIsBand && params_.score_options.score_factor > 0.0f; }
+  bool has_softcap() const { return MaskOf::kHasOptions && params_.score_options.score_factor > 0.0f; }
 
   // Turns S and dP into P and dS, zero where a row does not see a key. Returns whether all of those hidden scores were
-  // finite: otherwise an operand holds NaN or Inf that must not be multiplied by the zero. A band's scores have been
-  // checked before.
+  // finite: otherwise an operand holds NaN or Inf that must not be multiplied by the zero. Scores with options have
+  // been checked before.
   template <class BlockMaskOf>
-  bool weigh(BlockMaskOf mask, int32_t rows, int32_t columns) const {
+  bool apply_softmax(BlockMaskOf mask, int32_t rows, int32_t columns) const {
     Vector::Float hidden = Vector::zero();  // sum of 0 * x, which is not 0 for NaN and Inf
     for (int32_t row = 0; row < rows; row += kElements) {
       const KeyRange seen[2] = {mask.keys_of(row), row + 1 < rows ? mask.keys_of(row + 1) : KeyRange{0, 0}};
@@ -409,16 +411,16 @@ class Backward {
           const int32_t r = row + i / kPairVectors;
           const float* dscore = s_.dscores + r * kScoreStride + column + i % kPairVectors * Vector::kWidth;
           Vector::Float difference = Vector::sub(Vector::load(dscore), Vector::broadcast(s_.row_term[r]));
-          if (kIsFloat) difference = Vector::sub(difference, Vector::broadcast(s_.row_rest[r]));
+          if (kIsFloat) difference = Vector::sub(difference, Vector::broadcast(s_.row_term_error[r]));
           ds[i] = Vector::mul(p[i], difference);
-          if (MaskOf::kIsBand && has_softcap())
+          if (MaskOf::kHasOptions && has_softcap())
             ds[i] = Vector::mul(ds[i], Vector::load(s_.slopes + (dscore - s_.dscores)));
         }
-        if (column + kPairColumns > all_end || (MaskOf::kIsBand && column < all_begin)) {
+        if (column + kPairColumns > all_end || (MaskOf::kHasOptions && column < all_begin)) {
           for (int i = 0; i < kCount; ++i) {
             const int32_t first = column + i % kPairVectors * Vector::kWidth;
             const int32_t first_lane = seen[i / kPairVectors].end - first;
-            if constexpr (MaskOf::kIsBand) {
+            if constexpr (MaskOf::kHasOptions) {
               const int32_t begin_lane = seen[i / kPairVectors].begin - first;
               p[i] = Vector::from_lane(begin_lane, p[i], Vector::zero());
               ds[i] = Vector::from_lane(begin_lane, ds[i], Vector::zero());
@@ -471,7 +473,7 @@ class Backward {
 
 template <class T>
 inline void backward_as(const BackwardTask& task, void* memory) {
-  return task.is_band ? Backward<T, BandMask>(task, memory).run() : Backward<T, Mask>(task, memory).run();
+  return task.has_options ? Backward<T, WindowMask>(task, memory).run() : Backward<T, Mask>(task, memory).run();
 }
 
 inline void backward_simd(const BackwardTask& task, void* memory) {

@@ -17,10 +17,10 @@ namespace {
 template <class T>
 void forward_amx(const Task& task, void* memory) {
   configure_tiles();
-  uint32_t given_up = AmxForward<T>(task, memory).run();
+  uint32_t fallback_blocks = AmxForward<T>(task, memory).run();
   _tile_release();
-  for (int32_t row = task.row_begin; given_up != 0; given_up >>= 1, row += kBlockRows) {
-    if ((given_up & 1) == 0) continue;
+  for (int32_t row = task.row_begin; fallback_blocks != 0; fallback_blocks >>= 1, row += kBlockRows) {
+    if ((fallback_blocks & 1) == 0) continue;
     Task block = task;
     block.row_begin = row;
     block.row_end = clamp(int64_t{row} + kBlockRows, 0, task.row_end);
@@ -29,7 +29,7 @@ void forward_amx(const Task& task, void* memory) {
 }
 
 void run_amx(const Task& task, void* memory) {
-  const bool is_plain = !task.is_band && task.head_dim_v == task.params->head_dim;
+  const bool is_plain = !task.has_options && task.head_dim_v == task.params->head_dim;
   // A block of rows is given up as a whole, so a row's bits would depend on its neighbours: consistent calls use
   // vectors throughout.
   if (task.type == ScalarType::kFloat32 || has_few_rows(*task.params) || !is_plain || task.params->is_consistent != 0) {

@@ -167,7 +167,7 @@ inline void add_all_values(const float* weights, Rows v, int32_t keys, int32_t p
   for (; dim < padded_dim; dim += Vector::kWidth) add_values<1>(weights, v, dim, keys, alpha, out);
 }
 
-// One task of up to kFewRows rows. MaskOf: Mask, or BandMask, which applies all options of a band.
+// One task of up to kFewRows rows. MaskOf: Mask, or WindowMask, which applies all score options.
 template <class T, class MaskOf>
 class FewRowsForward {
  public:
@@ -182,14 +182,14 @@ class FewRowsForward {
         padded_dim_(round_up(dim_, Vector::kWidth)),
         padded_dim_v_(round_up(dim_v_, Vector::kWidth)),
         s_(memory, padded_dim_ > padded_dim_v_ ? padded_dim_ : padded_dim_v_),
-        scale_(MaskOf::kIsBand ? scale_of_band(params_) : make_scale(params_.scale)) {}
+        scale_(MaskOf::kHasOptions ? scale_of_options(params_) : make_scale(params_.scale)) {}
 
   void run() {
     const int32_t rows = task_.row_end - task_.row_begin;
     for (int32_t row = 0; row < rows; ++row) {
       load_row(operands_.q + (task_.row_begin + row) * params_.q_stride.row, dim_, s_.q + row * padded_dim_,
                Vector::broadcast(scale_.q_factor));
-      if constexpr (MaskOf::kIsBand) {
+      if constexpr (MaskOf::kHasOptions) {
         const RowStart start = start_of_row(params_.score_options, task_.head_q, scale_);
         states_[row] = {start.max, start.sum};
       }
@@ -214,19 +214,19 @@ class FewRowsForward {
  private:
   // Rows that are not a whole number of vectors are converted.
   void add_keys(int32_t rows, int32_t key, int32_t keys) {
-    if constexpr (MaskOf::kIsBand) {
+    if constexpr (MaskOf::kHasOptions) {
       const T *k[kBlockKeys], *v[kBlockKeys];
       find_rows(operands_.k, params_.k_stride, params_.sequences, key, keys, k);
       find_rows(operands_.v, params_.v_stride, params_.sequences, key, keys, v);
       if (dim_ == padded_dim_ && dim_v_ == padded_dim_v_) {
-        add_band_rows<T>(rows, key, keys, k, v);
+        add_masked_rows<T>(rows, key, keys, k, v);
       } else {
         const float *k_converted[kBlockKeys], *v_converted[kBlockKeys];
         for (int32_t i = 0; i < keys; ++i) {
           k_converted[i] = convert(k[i], dim_, s_.k + int64_t{i} * padded_dim_);
           v_converted[i] = convert(v[i], dim_v_, s_.v + int64_t{i} * padded_dim_v_);
         }
-        add_band_rows<float>(rows, key, keys, k_converted, v_converted);
+        add_masked_rows<float>(rows, key, keys, k_converted, v_converted);
       }
     } else {
       const T* k = operands_.k + key * params_.k_stride.row;
@@ -258,7 +258,7 @@ class FewRowsForward {
   }
 
   template <class U>
-  void add_band_rows(int32_t rows, int32_t key, int32_t keys, const U* const* k, const U* const* v) {
+  void add_masked_rows(int32_t rows, int32_t key, int32_t keys, const U* const* k, const U* const* v) {
     for (int32_t row = 0; row < rows; ++row) {
       const KeyRange seen = mask_.block(task_.row_begin + row, key, keys).keys_of(0);
       if (seen.end == 0) continue;
@@ -305,7 +305,8 @@ class FewRowsForward {
 
 template <class T>
 void forward_few_rows(const Task& task, void* memory) {
-  return task.is_band ? FewRowsForward<T, BandMask>(task, memory).run() : FewRowsForward<T, Mask>(task, memory).run();
+  return task.has_options ? FewRowsForward<T, WindowMask>(task, memory).run()
+                          : FewRowsForward<T, Mask>(task, memory).run();
 }
 
 }  // namespace

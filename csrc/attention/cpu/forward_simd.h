@@ -182,7 +182,7 @@ inline void accumulate_visible_output(const float* p_t, const float* v, int64_t 
   }
 }
 
-// The same for keys that a band hides: a weight of 0 does not change the row. Also slow.
+// The same for keys that a window hides: a weight of 0 does not change the row. Also slow.
 inline void accumulate_weighted_output(const float* p_t, const float* v, int64_t v_stride, int32_t keys,
                                        int32_t head_dim, const float* alpha, float* out_t) {
   accumulate_output(p_t, v, v_stride, 0, head_dim, alpha, out_t);
@@ -338,12 +338,12 @@ inline Fp32Rows fp32_rows(const float* src, int64_t stride, int32_t rows, int32_
 
 // A block of K or V that may be paged: in place if its rows have one stride, otherwise gathered.
 template <class T>
-inline Fp32Rows block_rows(const T* first, const attention::Strides& stride, const attention::Batch& entries,
+inline Fp32Rows block_rows(const T* first, const attention::Strides& stride, const attention::Batch& sequences,
                            int32_t key, int32_t keys, int32_t head_dim, int32_t padded_dim, bool read_often,
                            float* buffer) {
   const T* rows[kBlockKeys] = {};
-  const bool is_whole = entries.block_table == nullptr || key % entries.page_size + keys <= entries.page_size;
-  find_rows(first, stride, entries, key, is_whole ? 1 : keys, rows);
+  const bool is_whole = sequences.block_table == nullptr || key % sequences.page_size + keys <= sequences.page_size;
+  find_rows(first, stride, sequences, key, is_whole ? 1 : keys, rows);
   if (is_whole) return fp32_rows(rows[0], stride.row, keys, head_dim, padded_dim, read_often, buffer);
   for (int32_t i = 0; i < keys; ++i) {
     load_row(rows[i], head_dim, buffer + int64_t{i} * padded_dim, Vector::broadcast(1.0f));
@@ -351,7 +351,7 @@ inline Fp32Rows block_rows(const T* first, const attention::Strides& stride, con
   return {buffer, padded_dim};
 }
 
-// One task. MaskOf: Mask, or BandMask, which applies all options of a band.
+// One task. MaskOf: Mask, or WindowMask, which applies all score options.
 template <class T, class MaskOf>
 class SimdForward {
  public:
@@ -367,11 +367,11 @@ class SimdForward {
         padded_dim_v_(round_up(dim_v_, Vector::kWidth)),
         row_blocks_(row_block_count(task.row_end - task.row_begin)),
         s_(memory, row_blocks_, padded_dim_ > padded_dim_v_ ? padded_dim_ : padded_dim_v_),
-        scale_(MaskOf::kIsBand ? scale_of_band(params_) : make_scale(params_.scale)) {}
+        scale_(MaskOf::kHasOptions ? scale_of_options(params_) : make_scale(params_.scale)) {}
 
   void run() const {
-    const RowStart start =
-        MaskOf::kIsBand ? start_of_row(params_.score_options, task_.head_q, scale_) : RowStart{kMinusInfinity, 0.0f};
+    const RowStart start = MaskOf::kHasOptions ? start_of_row(params_.score_options, task_.head_q, scale_)
+                                               : RowStart{kMinusInfinity, 0.0f};
     for (int32_t block = 0; block < row_blocks_; ++block) {
       const int32_t row = first_row(block);
       pack_row_block(operands_.q + row * params_.q_stride.row, params_.q_stride.row, height(block), dim_, padded_dim_,
@@ -403,7 +403,7 @@ class SimdForward {
   void add_keys(int32_t key, int32_t keys) const {
     const bool read_often = row_blocks_ > 1;
     Fp32Rows k, v;
-    if constexpr (MaskOf::kIsBand) {
+    if constexpr (MaskOf::kHasOptions) {
       k = block_rows(operands_.k, params_.k_stride, params_.sequences, key, keys, dim_, padded_dim_, read_often, s_.k);
       v = block_rows(operands_.v, params_.v_stride, params_.sequences, key, keys, dim_v_, padded_dim_v_, read_often,
                      s_.v);
@@ -415,8 +415,8 @@ class SimdForward {
     }
     for (int32_t block = 0; block < row_blocks_; ++block) {
       const auto block_mask = mask_.block(first_row(block), key, keys);
-      if constexpr (MaskOf::kIsBand) {
-        add_band_block(block, key, block_mask, k, v);
+      if constexpr (MaskOf::kHasOptions) {
+        add_masked_block(block, key, block_mask, k, v);
       } else {
         add_block(block, block_mask, k, v);
       }
@@ -442,10 +442,10 @@ class SimdForward {
     }
   }
 
-  void add_band_block(int32_t block, int32_t key, BandBlockMask whole, Fp32Rows k, Fp32Rows v) const {
+  void add_masked_block(int32_t block, int32_t key, WindowBlockMask whole, Fp32Rows k, Fp32Rows v) const {
     const KeyRange any = whole.keys_of_any(kBlockRows);
     if (any.end == 0) return;
-    const BandBlockMask mask = whole.part(any);
+    const WindowBlockMask mask = whole.restricted_to(any);
     const int32_t keys = any.end - any.begin;
     const float* v_data = v.data + any.begin * v.stride;
     const SoftmaxState state = s_.state(block);
@@ -486,7 +486,7 @@ class SimdForward {
 
 template <class T>
 void forward_simd(const Task& task, void* memory) {
-  return task.is_band ? SimdForward<T, BandMask>(task, memory).run() : SimdForward<T, Mask>(task, memory).run();
+  return task.has_options ? SimdForward<T, WindowMask>(task, memory).run() : SimdForward<T, Mask>(task, memory).run();
 }
 
 }  // namespace

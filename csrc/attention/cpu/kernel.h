@@ -22,8 +22,8 @@ struct Task {
   int32_t row_end;
   int32_t head_dim_v;
   int64_t lse_stride;                 // between heads
-  bool is_band;                       // use params' band and pages instead of `causal`
-  const attention::Dropout* dropout;  // null: none; otherwise is_band is set
+  bool has_options;                   // use params' score options and pages instead of `causal`
+  const attention::Dropout* dropout;  // null: none; otherwise has_options is set
   int32_t sequence;                   // index in the batch, whatever `batch` is
 };
 

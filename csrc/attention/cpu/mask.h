@@ -1,6 +1,6 @@
 // The mask rule of the CPU kernels: which keys a query row sees. Include after a vector_*.h. Internal linkage.
 //
-// Causal masks are aligned bottom right: key j is visible to row i if j <= i + seq_k - seq_q. A band's keys begin and
+// Causal masks are aligned bottom right: key j is visible to row i if j <= i + seq_k - seq_q. A window's keys begin and
 // end at a distance from that diagonal. Both kinds have the same interface, and only this file knows the rules.
 #pragma once
 
@@ -39,12 +39,12 @@ class BlockMask {
   int32_t keys_;
 };
 
-// The same for a band, in which rows also stop seeing keys: each row's range begins and ends one key after the previous
-// row's.
-class BandBlockMask {
+// The same for a window, in which rows also stop seeing keys: each row's range begins and ends one key after the
+// previous row's.
+class WindowBlockMask {
  public:
   // first_begin, first_end: keys of the block that row 0 sees, if the block were unbounded in both directions.
-  BandBlockMask(int64_t first_begin, int64_t first_end, int32_t keys)
+  WindowBlockMask(int64_t first_begin, int64_t first_end, int32_t keys)
       : first_begin_(first_begin), first_end_(first_end), keys_(keys) {}
 
   KeyRange keys_of(int32_t row) const { return range(row, row); }
@@ -58,7 +58,7 @@ class BandBlockMask {
   // The row after the last one that sees the key.
   int32_t end_row(int32_t key) const { return clamp(key + 1 - first_begin_, -1, INT32_MAX); }
   // Restricted to keys [begin, end) of the block.
-  BandBlockMask part(KeyRange keys) const {
+  WindowBlockMask restricted_to(KeyRange keys) const {
     return {first_begin_ - keys.begin, first_end_ - keys.begin, keys.end - keys.begin};
   }
 
@@ -74,7 +74,7 @@ class BandBlockMask {
 };
 
 struct Mask {
-  static constexpr bool kIsBand = false;
+  static constexpr bool kHasOptions = false;
   bool causal;
   int64_t seq_q;
   int32_t seq_k;
@@ -90,8 +90,8 @@ struct Mask {
   KeyRange keys(int64_t row, int32_t rows) const { return block(row, 0, seq_k).keys_of_any(rows); }
 };
 
-struct BandMask {
-  static constexpr bool kIsBand = true;
+struct WindowMask {
+  static constexpr bool kHasOptions = true;
   static constexpr int64_t kFar = int64_t{1} << 40;  // further than any row or key
   int64_t left;
   int64_t right;
@@ -99,13 +99,13 @@ struct BandMask {
   int32_t seq_k;
 
   template <class AnyTask>
-  explicit BandMask(const AnyTask& task)
+  explicit WindowMask(const AnyTask& task)
       : left(task.params->score_options.left >= attention::kUnbounded ? kFar : task.params->score_options.left),
         right(task.params->score_options.right >= attention::kUnbounded ? kFar : task.params->score_options.right),
         seq_q(task.params->seq_q),
         seq_k(task.params->seq_k) {}
 
-  BandBlockMask block(int64_t row, int32_t key, int32_t keys) const {
+  WindowBlockMask block(int64_t row, int32_t key, int32_t keys) const {
     const int64_t diagonal = row + seq_k - seq_q - key;
     return {diagonal - left, diagonal + right + 1, keys};
   }

@@ -35,17 +35,17 @@ struct Operands {
 // Sets rows[i] to the address of key + i of a head's K or V, which may be paged. `first`: the head's key 0, or that of
 // page 0.
 template <class T>
-inline void find_rows(const T* first, const attention::Strides& stride, const attention::Batch& entries, int32_t key,
+inline void find_rows(const T* first, const attention::Strides& stride, const attention::Batch& sequences, int32_t key,
                       int32_t keys, const T** rows) {
-  if (entries.block_table == nullptr) {
+  if (sequences.block_table == nullptr) {
     for (int32_t i = 0; i < keys; ++i) rows[i] = first + (int64_t{key} + i) * stride.row;
     return;
   }
-  int32_t page_index = key / entries.page_size, in_page = key % entries.page_size;
+  int32_t page_index = key / sequences.page_size, in_page = key % sequences.page_size;
   for (int32_t i = 0; i < keys; ++page_index, in_page = 0) {
-    const int32_t page = entries.block_table[page_index];
-    const T* row = first + (page >= 0 && page < entries.num_pages ? page : 0) * stride.batch + in_page * stride.row;
-    for (; i < keys && in_page < entries.page_size; ++in_page, ++i, row += stride.row) rows[i] = row;
+    const int32_t page = sequences.block_table[page_index];
+    const T* row = first + (page >= 0 && page < sequences.num_pages ? page : 0) * stride.batch + in_page * stride.row;
+    for (; i < keys && in_page < sequences.page_size; ++in_page, ++i, row += stride.row) rows[i] = row;
   }
 }
 

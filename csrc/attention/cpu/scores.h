@@ -1,6 +1,6 @@
-// Applies a band's options to the scores before the softmax (attention::ScoreOptions): softcap, then the mask tensor or
-// ALiBi. If the mask tensor is -inf, or false, the score becomes -inf, even if it was NaN. Include after a vector_*.h.
-// Internal linkage.
+// Applies the score options to the scores before the softmax (attention::ScoreOptions): softcap, then the mask tensor
+// or ALiBi. If the mask tensor is -inf, or false, the score becomes -inf, even if it was NaN. Include after a
+// vector_*.h. Internal linkage.
 #pragma once
 
 #include <cstdint>
@@ -39,11 +39,11 @@ template <class T>
 class ScoreFunction {
  public:
   // diagonal: the sequence's number of keys minus its number of rows.
-  ScoreFunction(const attention::ScoreOptions& band, int32_t head, int64_t diagonal)
-      : band_(band), head_(head), diagonal_(diagonal) {}
+  ScoreFunction(const attention::ScoreOptions& options, int32_t head, int64_t diagonal)
+      : options_(options), head_(head), diagonal_(diagonal) {}
 
-  bool has_softcap() const { return band_.score_factor > 0.0f; }
-  bool has_mask() const { return band_.mask_type != attention::MaskTensor::kNone; }
+  bool has_softcap() const { return options_.score_factor > 0.0f; }
+  bool has_mask() const { return options_.mask_type != attention::MaskTensor::kNone; }
 
   // Changes scores[i] of `row` and key + i, for i < keys, in whole vectors. slopes, which may be null, gets the
   // softcap's derivative, by which gradients are multiplied.
@@ -77,7 +77,7 @@ class ScoreFunction {
       }
     }
     if (!has_mask()) return;
-    const bool is_shared = band_.mask_stride_row == 0 && band_.mask_type != attention::MaskTensor::kAlibi;
+    const bool is_shared = options_.mask_stride_row == 0 && options_.mask_type != attention::MaskTensor::kAlibi;
     for (int32_t begin = 0; begin < keys; begin += kChunk) {
       const int32_t count = clamp(keys - begin, 0, kChunk);
       for (int32_t i = 0; i < (is_shared ? 1 : rows); ++i)
@@ -96,7 +96,7 @@ class ScoreFunction {
 
  private:
   Vector::Float cap(Vector::Float score) const {
-    return tanh_of(Vector::mul(score, Vector::broadcast(band_.score_factor)));
+    return tanh_of(Vector::mul(score, Vector::broadcast(options_.score_factor)));
   }
 
   static Vector::Float masked(Vector::Float score, Vector::Float value) {
@@ -107,10 +107,11 @@ class ScoreFunction {
   // values[i] = the mask value of the row and key + i, times mask_factor, for i < keys <= kChunk; zeros up to a whole
   // vector.
   void load_values(int64_t row, int32_t key, int32_t keys, float* values) const {
-    const int64_t at = head_ * band_.mask_stride_head + row * band_.mask_stride_row + key * band_.mask_stride_key;
-    const int64_t stride = band_.mask_stride_key;
-    if (band_.mask_type == attention::MaskTensor::kAlibi) {
-      const float slope = -static_cast<const float*>(band_.mask)[at] * band_.mask_factor;
+    const int64_t at =
+        head_ * options_.mask_stride_head + row * options_.mask_stride_row + key * options_.mask_stride_key;
+    const int64_t stride = options_.mask_stride_key;
+    if (options_.mask_type == attention::MaskTensor::kAlibi) {
+      const float slope = -static_cast<const float*>(options_.mask)[at] * options_.mask_factor;
       const float held = slope > kMostSlope ? kMostSlope : slope < -kMostSlope ? -kMostSlope : slope;
       const int64_t distance = row + diagonal_ - key;
       for (int32_t i = 0; i < round_up(keys, Vector::kWidth); ++i) {
@@ -118,20 +119,20 @@ class ScoreFunction {
       }
       return;
     }
-    if (band_.mask_type == attention::MaskTensor::kBool) {
-      const uint8_t* shown = static_cast<const uint8_t*>(band_.mask) + at;
+    if (options_.mask_type == attention::MaskTensor::kBool) {
+      const uint8_t* shown = static_cast<const uint8_t*>(options_.mask) + at;
       for (int32_t i = 0; i < keys; ++i) values[i] = shown[i * stride] != 0 ? 0.0f : kMinusInfinity;
       for (int32_t i = keys; i < round_up(keys, Vector::kWidth); ++i) values[i] = 0.0f;
       return;
     }
-    const T* src = static_cast<const T*>(band_.mask) + at;
+    const T* src = static_cast<const T*>(options_.mask) + at;
     T near[kChunk];
     if (stride != 1) {
       for (int32_t i = 0; i < keys; ++i) near[i] = src[i * stride];
       src = near;
     }
     load_row(src, keys, values, Vector::broadcast(1.0f));
-    const Vector::Float factor = Vector::broadcast(band_.mask_factor), lowest = Vector::broadcast(-__FLT_MAX__);
+    const Vector::Float factor = Vector::broadcast(options_.mask_factor), lowest = Vector::broadcast(-__FLT_MAX__);
     const Vector::Float hidden = Vector::broadcast(kMinusInfinity);
     for (int32_t i = 0; i < keys; i += Vector::kWidth) {  // a finite value stays finite
       const Vector::Float value = Vector::load(values + i);
@@ -166,15 +167,15 @@ class ScoreFunction {
     }
   }
 
-  const attention::ScoreOptions& band_;
+  const attention::ScoreOptions& options_;
   const int32_t head_;
   const int64_t diagonal_;
 };
 
-// The factors of a band's scores. Its scale is above zero; with a softcap, the cap takes the place of the scale.
-// Without softcap they are bit for bit those of a call without a band.
+// The factors of scores with options. Their scale is above zero; with a softcap, the cap takes the place of the scale.
+// Without softcap they are bit for bit those of a call without options.
 template <class Params>
-inline Scale scale_of_band(const Params& params) {
+inline Scale scale_of_options(const Params& params) {
   if (params.score_options.score_factor <= 0.0f) return make_scale(params.scale);
   return {1.0f, params.scale_log2 / kLog2E, params.scale_log2};
 }
@@ -184,9 +185,9 @@ struct RowStart {
   float max;  // as SoftmaxState's, unscaled
   float sum;
 };
-inline RowStart start_of_row(const attention::ScoreOptions& band, int32_t head, Scale scale) {
-  if (band.sinks == nullptr || band.sinks[head] == kMinusInfinity) return {kMinusInfinity, 0.0f};
-  return {band.sinks[head] / scale.natural, 1.0f};
+inline RowStart start_of_row(const attention::ScoreOptions& options, int32_t head, Scale scale) {
+  if (options.sinks == nullptr || options.sinks[head] == kMinusInfinity) return {kMinusInfinity, 0.0f};
+  return {options.sinks[head] / scale.natural, 1.0f};
 }
 
 }  // namespace

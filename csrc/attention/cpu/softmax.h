@@ -65,8 +65,8 @@ inline void mask_scores(float* scores_t, BlockMask mask) {
   }
 }
 
-// The same for a band's block, reduced to the keys of keys_of_any().
-inline void mask_scores(float* scores_t, BandBlockMask mask) {
+// The same for a block with a window, reduced to the keys of keys_of_any().
+inline void mask_scores(float* scores_t, WindowBlockMask mask) {
   const Vector::Float hidden = Vector::broadcast(kMinusInfinity);
   const KeyRange any = mask.keys_of_any(kBlockRows), all = mask.keys_of_all(kBlockRows);
   for (int32_t key = any.begin; key < any.end; ++key) {

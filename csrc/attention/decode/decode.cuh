@@ -99,12 +99,12 @@ struct ScoreRules {
 // Computes this warp's part of a segment and leaves the result in shared memory. Loader: KeyLoader or any type with its
 // functions.
 template <typename Spec, typename Loader, typename... More>
-__device__ __forceinline__ void attend(const ForwardParams& params, const Segment& segment, Use use,
+__device__ __forceinline__ void attend(const ForwardParams& params, const Segment& segment, KvReuse reuse,
                                        const WarpResults<Spec>& results, const More&... more) {
   constexpr int kStages = Spec::kNumStages;
   const ptx::SmemPointer ring_smem = results.block_smem + ptx::warp_index() * Spec::kRingBytes;
   const Sequence<MaskKind::kRuntime> sequence = segment.sequence(params);
-  Loader loader(params, sequence, segment, use, more...);
+  Loader loader(params, sequence, segment, reuse, more...);
   loader.find(segment.tile);
   const auto load = [&](int tile, int stage) {
     if (tile < segment.end_tile) {
@@ -161,23 +161,23 @@ __device__ __forceinline__ void for_each_segment(const ForwardParams& params, At
     Segment segment;
     if (!plan.next(segment)) return;
     if (!is_first) ptx::barrier_sync_block();  // write after read: the warps' results
-    attend(segment, plan.use, results);
-    finish_segment<Spec>(params, segment, plan.sharing(segment), results);
-    if (plan.use == Use::kOnce && params.hints != 0) plan.use = Use::kOnceOfFew;
+    attend(segment, plan.reuse, results);
+    finish_segment<Spec>(params, segment, plan.item_split(segment), results);
+    if (plan.reuse == KvReuse::kOnce && params.hints != 0) plan.reuse = KvReuse::kOnceInSmallBatch;
   }
 }
 
 template <typename Spec>
 __device__ __forceinline__ void decode(const ForwardParams& params) {
-  for_each_segment<Spec>(params, [&](const Segment& segment, Use use, const WarpResults<Spec>& results) {
+  for_each_segment<Spec>(params, [&](const Segment& segment, KvReuse reuse, const WarpResults<Spec>& results) {
     if constexpr (Spec::kHasTwoLoops) {
-      if (use == Use::kOften) {
-        attend<Spec, KeyLoader<Spec, Words::kNever>>(params, segment, use, results);
+      if (reuse == KvReuse::kOften) {
+        attend<Spec, KeyLoader<Spec, Words::kNever>>(params, segment, reuse, results);
       } else {
-        attend<Spec, KeyLoader<Spec, Words::kAlways>>(params, segment, use, results);
+        attend<Spec, KeyLoader<Spec, Words::kAlways>>(params, segment, reuse, results);
       }
     } else {
-      attend<Spec, KeyLoader<Spec, Words::kByUse>>(params, segment, use, results);
+      attend<Spec, KeyLoader<Spec, Words::kByReuse>>(params, segment, reuse, results);
     }
   });
 }

@@ -228,7 +228,7 @@ struct CodeValues {
 #pragma unroll
       for (int i = 0; i < 4; ++i) O_rmem[0][d][i] *= unit_ratio;
   }
-  __device__ __forceinline__ float weigh(float p) const { return p * weight; }
+  __device__ __forceinline__ float scale_probability(float p) const { return p * weight; }
 
   __device__ __forceinline__ ptx::SmemPointer walk() const {
     const int lane = ptx::lane_index();
@@ -318,8 +318,8 @@ __device__ __forceinline__ float load_scale(const CacheScale& scale, int64_t ind
 
 // Loads a warp's keys, tile by tile, and their scales.
 template <typename Spec>
-struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
-  using Base = KeyLoader<Spec, Words::kByUse>;
+struct E4m3Loader : KeyLoader<Spec, Words::kByReuse> {
+  using Base = KeyLoader<Spec, Words::kByReuse>;
   using Element = typename Spec::Element;
   using Tile = typename Spec::KeyTile;
   using Query = typename CodeQueryOf<Spec>::Type;
@@ -335,8 +335,8 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
   float value_weight;
 
   __device__ __forceinline__ E4m3Loader(const ForwardParams& params, const Sequence<MaskKind::kRuntime>& sequence,
-                                        const Segment& segment, Use use, const E4m3ForwardParams& cache_)
-      : Base(params, sequence, segment, use),
+                                        const Segment& segment, KvReuse reuse, const E4m3ForwardParams& cache_)
+      : Base(params, sequence, segment, reuse),
         cache(cache_),
         head_kv(segment.head_kv),
         has_upper(segment.rows > 8),
@@ -370,7 +370,7 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
       if (key == max(first, this->visible.begin) && key < this->visible.end) {
         ptx::cp_async_4(
             scale_smem + (2 * stage + has_value) * 4,
-            scale.values + this->sequence.existing_page(this->page) * scale.stride + head_kv * scale.head_stride);
+            scale.values + this->sequence.clamp_page(this->page) * scale.stride + head_kv * scale.head_stride);
       }
     }
     this->load_keys(tile, stage_smem);
@@ -478,8 +478,8 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByUse> {
 
 template <typename Spec>
 __device__ __forceinline__ void decode_e4m3(const E4m3ForwardParams& params) {
-  for_each_segment<Spec>(params.forward, [&](const Segment& segment, Use use, const WarpResults<Spec>& results) {
-    attend<Spec, E4m3Loader<Spec>>(params.forward, segment, use, results, params);
+  for_each_segment<Spec>(params.forward, [&](const Segment& segment, KvReuse reuse, const WarpResults<Spec>& results) {
+    attend<Spec, E4m3Loader<Spec>>(params.forward, segment, reuse, results, params);
   });
 }
 

@@ -107,8 +107,8 @@ struct QueryOf<Spec, false> {
   using Type = QueryCopy<Spec>;
 };
 
-// Whether loads carry an L2 cache hint: never, always, or by Use (none for kOften).
-enum class Words { kNever, kAlways, kByUse };
+// Whether loads carry an L2 cache hint: never, always, or by KvReuse (none for kOften).
+enum class Words { kNever, kAlways, kByReuse };
 
 // Loads a warp's keys, tile by tile. Lanes 0 to 15 hold the location of K of the tile's 16 keys, the others that of V.
 template <typename Spec, Words kWords>
@@ -132,14 +132,15 @@ struct KeyLoader {
   __device__ __forceinline__ static bool has_value() { return Spec::kHasValues && ptx::lane_index() >= kWarpKeys; }
 
   __device__ __forceinline__ KeyLoader(const ForwardParams& params_, const Sequence<MaskKind::kRuntime>& sequence_,
-                                       const Segment& segment, Use use)
+                                       const Segment& segment, KvReuse reuse)
       : params(params_),
         sequence(sequence_),
         visible(segment.seen),
-        first_hinted(use == Use::kOften || (kMayBeWhole && use == Use::kOnce && params_.hints == 0) ? kUnbounded
-                     : use == Use::kOnce ? segment.tile + params_.hints
-                                         : 0),
-        policy(use == Use::kOnceOfFew || params_.hints != 0 ? ptx::evict_first() : ptx::evict_normal()),
+        first_hinted(reuse == KvReuse::kOften || (kMayBeWhole && reuse == KvReuse::kOnce && params_.hints == 0)
+                         ? kUnbounded
+                     : reuse == KvReuse::kOnce ? segment.tile + params_.hints
+                                               : 0),
+        policy(reuse == KvReuse::kOnceInSmallBatch || params_.hints != 0 ? ptx::evict_first() : ptx::evict_normal()),
         page_inverse(kMayBeWhole && params_.sequences.block_table != nullptr
                          ? 0xffffffffu / static_cast<uint32_t>(params_.sequences.page_size)
                          : 0) {
@@ -166,7 +167,7 @@ struct KeyLoader {
         page_of_sequence = static_cast<int>(
             static_cast<uint32_t>(key) / static_cast<uint32_t>(params.sequences.page_size));  // once per tile: inlined
       }
-      page = sequence.stated_page(page_of_sequence);
+      page = sequence.load_page(page_of_sequence);
       row = key - page_of_sequence * params.sequences.page_size;
     }
   }
@@ -178,9 +179,8 @@ struct KeyLoader {
   __device__ __forceinline__ void load_keys(int tile, ptx::SmemPointer stage_smem) const {
     const int64_t page_stride = has_value() ? params.v_stride.batch : params.k_stride.batch;
     const int64_t row_stride = has_value() ? params.v_stride.row : params.k_stride.row;
-    const uint64_t own =
-        reinterpret_cast<uint64_t>(gmem + sequence.existing_page(page) * page_stride + row * row_stride);
-    const bool is_silent = kWords == Words::kNever || (kWords == Words::kByUse && tile < first_hinted);
+    const uint64_t own = reinterpret_cast<uint64_t>(gmem + sequence.clamp_page(page) * page_stride + row * row_stride);
+    const bool is_silent = kWords == Words::kNever || (kWords == Words::kByReuse && tile < first_hinted);
     if (kMayBeWhole && is_whole(tile)) {
       if (is_silent) {
         load_whole<false>(own, stage_smem);

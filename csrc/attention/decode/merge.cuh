@@ -132,18 +132,18 @@ __device__ __forceinline__ void store_partial(const ForwardParams& params, int s
 
 // The sum over the blocks of an item.
 template <typename Spec>
-__device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, const Sharing& sharing, int row,
+__device__ __forceinline__ PartialRow add_blocks(const ForwardParams& params, const ItemSplit& item_split, int row,
                                                  int column) {
   constexpr int kAtOnce = 16;                        // loads in flight, as many as there are registers for
   const int slot_rows = rows_of_slot<Spec>(params);  // rows of one slot, of which a block has two
   PartialRow total{};
   total.shift = ptx::negative_infinity();
   // The partial results of the first block may be in its second slot.
-  const int64_t at = partial_row<Spec>(params, slot_of(sharing.first_block, false), row);
+  const int64_t at = partial_row<Spec>(params, slot_of(item_split.first_block, false), row);
   const float* out_gmem = params.out_partial + at * Spec::kHeadDim + column;
   const float* state_gmem = params.lse_partial + at * 2;
-  int later = sharing.starts_late ? slot_rows : 0;
-  for (int left = sharing.last_block - sharing.first_block + 1; left > 0; left -= kAtOnce) {
+  int later = item_split.starts_late ? slot_rows : 0;
+  for (int left = item_split.last_block - item_split.first_block + 1; left > 0; left -= kAtOnce) {
     float4 out[kAtOnce];
     float shift[kAtOnce];
     float sum[kAtOnce];
@@ -216,13 +216,13 @@ __device__ __forceinline__ void for_each_part(const Segment& segment, Function f
 
 // Returns true in the last of the item's blocks to arrive, when the partial results of all of them are stored.
 template <typename Spec>
-__device__ __forceinline__ bool is_last_to_arrive(const ForwardParams& params, const Sharing& sharing,
+__device__ __forceinline__ bool is_last_to_arrive(const ForwardParams& params, const ItemSplit& item_split,
                                                   const WarpResults<Spec>& results) {
   ptx::barrier_sync_block();  // the block's partial results are stored
   if (ptx::thread_index() == 0) {
     // No other shared item begins in first_block, so its counter belongs to this item.
-    int32_t* counter_gmem = params.tile_counter + sharing.first_block;
-    const int others = sharing.last_block - sharing.first_block;
+    int32_t* counter_gmem = params.tile_counter + item_split.first_block;
+    const int others = item_split.last_block - item_split.first_block;
     const bool is_last = ptx::atomic_add_global_ordered(counter_gmem, 1) == others;
     if (is_last) ptx::st_global_32(counter_gmem, 0);  // for the next launch
     ptx::st_shared_32(results.arrival(), is_last ? 1u : 0u);
@@ -235,17 +235,17 @@ __device__ __forceinline__ bool is_last_to_arrive(const ForwardParams& params, c
 // read them.
 template <typename Spec>
 __device__ __forceinline__ void finish_segment(const ForwardParams& params, const Segment& segment,
-                                               const Sharing& sharing, const WarpResults<Spec>& results) {
+                                               const ItemSplit& item_split, const WarpResults<Spec>& results) {
   ptx::barrier_sync_block();  // read after write: the warps' results
-  const bool is_shared = sharing.first_block != sharing.last_block;
+  const bool is_shared = item_split.first_block != item_split.last_block;
   if (is_shared) {
     for_each_part<Spec>(segment, [&](int row, int column) {
-      store_partial<Spec>(params, sharing.slot, row, column, results.add(row, column));
+      store_partial<Spec>(params, item_split.slot, row, column, results.add(row, column));
     });
-    if (!is_last_to_arrive<Spec>(params, sharing, results)) return;
+    if (!is_last_to_arrive<Spec>(params, item_split, results)) return;
   }
   for_each_part<Spec>(segment, [&](int row, int column) {
-    const PartialRow total = is_shared ? add_blocks<Spec>(params, sharing, row, column) : results.add(row, column);
+    const PartialRow total = is_shared ? add_blocks<Spec>(params, item_split, row, column) : results.add(row, column);
     store_result<Spec>(params, segment, row, column, total);
   });
 }

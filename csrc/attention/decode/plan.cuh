@@ -44,7 +44,7 @@ struct Segment {
 };
 
 // The blocks that share an item.
-struct Sharing {
+struct ItemSplit {
   int first_block;
   int last_block;
   bool starts_late;  // first_block computes the end of another item before this one
@@ -61,10 +61,10 @@ __device__ __forceinline__ KeyRange keys_of_sequence(const Sequence<MaskKind::kR
                   window_around(options, sequence, diagonal_key(sequence, sequence.rows() - 1)).end};
 }
 
-// How often keys and values are read, for the cache hints. kOnceOfFew: once, in a batch so small that the L2 cache has
-// room for what other kernels have left there if keys and values are evicted first. kOnce: once. kOften: by many
-// sequences.
-enum class Use { kOnceOfFew, kOnce, kOften };
+// How often keys and values are read, for the cache hints. kOnceInSmallBatch: once, in a batch so small that the L2
+// cache has room for what other kernels have left there if keys and values are evicted first. kOnce: once. kOften: by
+// many sequences.
+enum class KvReuse { kOnceInSmallBatch, kOnce, kOften };
 
 __device__ __noinline__ uint32_t divide(uint32_t a, uint32_t b) { return a / b; }
 
@@ -128,20 +128,20 @@ struct Plan {
   const ForwardParams& params;
   const bool is_uniform;  // all sequences have the same lengths
   bool is_whole;          // blocks take complete items
-  Use use;
-  int lead;        // list positions before each item's tiles, for the cost of its start and end
-  int share;       // tiles per block; unused if is_whole
-  int position;    // in the list of all tiles: where the next segment begins; if is_whole, the next item
-  int end;         // of the block's share; if is_whole, of all items
-  int group;       // sequences group to group + 31 are in the lanes
-  int group_tile;  // list position of the group's first sequence
+  KvReuse reuse;
+  int lead;             // list positions before each item's tiles, for the cost of its start and end
+  int tiles_per_block;  // unused if is_whole
+  int position;         // in the list of all tiles: where the next segment begins; if is_whole, the next item
+  int end;              // of the block's share; if is_whole, of all items
+  int group;            // sequences group to group + 31 are in the lanes
+  int group_tile;       // list position of the group's first sequence
   // Of this lane's sequence:
   Extent rows;
   Extent keys;
   KeyRange seen;
   int tiles;  // per item
   int items;
-  int behind;  // where the sequence ends in the list, counted from group_tile
+  int sequence_end;  // where the sequence ends in the list, counted from group_tile
 
   // Unsigned, so that the division is a shift.
   __device__ __forceinline__ static int tile_of(int key) {
@@ -180,8 +180,8 @@ struct Plan {
   // The lanes hold the sequences from `first` on.
   __device__ __forceinline__ void set_group(int first) {
     group = first;
-    behind = items * (lead + tiles);
-    if (!is_uniform) behind = warp_prefix_sum(behind);
+    sequence_end = items * (lead + tiles);
+    if (!is_uniform) sequence_end = warp_prefix_sum(sequence_end);
   }
 
   __device__ __forceinline__ explicit Plan(const ForwardParams& params_)
@@ -189,10 +189,10 @@ struct Plan {
         is_uniform(params_.batch == 1 ||
                    (params_.sequences.cu_seqlens_q == nullptr && params_.sequences.cu_seqlens_k == nullptr &&
                     params_.sequences.seqused_k == nullptr)),
-        use(Use::kOften),
+        reuse(KvReuse::kOften),
         lead(0),
         group_tile(0) {
-    share = 0;
+    tiles_per_block = 0;
     is_whole = params.num_splits <= 1;
     if (is_whole) {
       take_whole_items();
@@ -222,7 +222,7 @@ struct Plan {
     const Witness pages = is_small && !may_be_whole ? Witness{0, 1} : common_page();
     is_whole = may_be_whole && pages.first != pages.other;
     if (is_whole) {
-      use = is_small ? Use::kOnceOfFew : Use::kOnce;
+      reuse = is_small ? KvReuse::kOnceInSmallBatch : KvReuse::kOnce;
       take_whole_items();
       return;
     }
@@ -230,12 +230,12 @@ struct Plan {
     total += lead * all_items;
     set_group(0);
     // Shares need not begin where items do, so an item of num_splits - 1 shares may span num_splits blocks.
-    share = max(quotient<Spec>(total + ptx::grid_size() - 1, ptx::grid_size()),
-                quotient<Spec>(most + params.num_splits - 2, params.num_splits - 1));
-    if (is_equal) share = aligned(share, most);
-    if (pages.first != pages.other) use = is_small ? Use::kOnceOfFew : Use::kOnce;
-    position = min(total, ptx::block_index() * share);
-    end = min(total, position + share);
+    tiles_per_block = max(quotient<Spec>(total + ptx::grid_size() - 1, ptx::grid_size()),
+                          quotient<Spec>(most + params.num_splits - 2, params.num_splits - 1));
+    if (is_equal) tiles_per_block = aligned(tiles_per_block, most);
+    if (pages.first != pages.other) reuse = is_small ? KvReuse::kOnceInSmallBatch : KvReuse::kOnce;
+    position = min(total, ptx::block_index() * tiles_per_block);
+    end = min(total, position + tiles_per_block);
   }
 
   __device__ __forceinline__ void take_whole_items() {
@@ -279,16 +279,16 @@ struct Plan {
   // For equal items: a share up to a sixteenth longer that is a multiple of an item, or an equal part of one, if there
   // is such a share. Two partial items in a block would be two merges, and blocks that begin items together read shared
   // pages together.
-  __device__ __forceinline__ static int aligned(int share, int item_tiles) {
+  __device__ __forceinline__ static int aligned(int tiles_per_block, int item_tiles) {
     constexpr int kLonger = 16;
-    if (share < kLonger) return share;
-    if (item_tiles < share) {
-      const int whole = quotient<Spec>(share + item_tiles - 1, item_tiles) * item_tiles;
-      return whole <= share + share / kLonger ? whole : share;
+    if (tiles_per_block < kLonger) return tiles_per_block;
+    if (item_tiles < tiles_per_block) {
+      const int whole = quotient<Spec>(tiles_per_block + item_tiles - 1, item_tiles) * item_tiles;
+      return whole <= tiles_per_block + tiles_per_block / kLonger ? whole : tiles_per_block;
     }
-    const int parts = quotient<Spec>(item_tiles, share);
+    const int parts = quotient<Spec>(item_tiles, tiles_per_block);
     const int part = quotient<Spec>(item_tiles, parts);
-    return part * parts == item_tiles && part <= share + share / kLonger ? part : share;
+    return part * parts == item_tiles && part <= tiles_per_block + tiles_per_block / kLonger ? part : tiles_per_block;
   }
 
   // Sets the segment to item `index` of the sequence that `lane` holds.
@@ -330,19 +330,19 @@ struct Plan {
     int sequence_tile;  // list position of the sequence's first item
     int lane = 0;
     if (is_uniform) {
-      if (params.batch > 1) batch = quotient<Spec>(position, behind);
-      sequence_tile = batch * behind;
+      if (params.batch > 1) batch = quotient<Spec>(position, sequence_end);
+      sequence_tile = batch * sequence_end;
     } else {
-      uint32_t reached = ptx::vote_ballot(group_tile + behind > position);
+      uint32_t reached = ptx::vote_ballot(group_tile + sequence_end > position);
       while (reached == 0) {
-        group_tile += ptx::shuffle_index(behind, 31);
+        group_tile += ptx::shuffle_index(sequence_end, 31);
         load_sequence(group + 32 + ptx::lane_index());
         set_group(group + 32);
-        reached = ptx::vote_ballot(group_tile + behind > position);
+        reached = ptx::vote_ballot(group_tile + sequence_end > position);
       }
       lane = ptx::population_count(~reached & (reached - 1));  // the first sequence that ends past it
       batch = group + lane;
-      sequence_tile = group_tile + ptx::shuffle_index(behind - items * (lead + tiles), lane);
+      sequence_tile = group_tile + ptx::shuffle_index(sequence_end - items * (lead + tiles), lane);
     }
     const int item_tiles = ptx::shuffle_index(tiles, lane);
     const int index = quotient<Spec>(position - sequence_tile, lead + item_tiles);
@@ -360,13 +360,13 @@ struct Plan {
   }
 
   // Computed at a segment's end, because nothing needs it earlier.
-  __device__ __forceinline__ Sharing sharing(const Segment& segment) const {
-    if (is_whole) return Sharing{0, 0, false, 0};
-    Sharing result;
-    result.first_block = quotient<Spec>(segment.item_tile, share);
-    result.last_block = quotient<Spec>(segment.item_end - 1, share);
-    result.starts_late = segment.item_tile > result.first_block * share;
-    result.slot = slot_of(ptx::block_index(), segment.position > ptx::block_index() * share);
+  __device__ __forceinline__ ItemSplit item_split(const Segment& segment) const {
+    if (is_whole) return ItemSplit{0, 0, false, 0};
+    ItemSplit result;
+    result.first_block = quotient<Spec>(segment.item_tile, tiles_per_block);
+    result.last_block = quotient<Spec>(segment.item_end - 1, tiles_per_block);
+    result.starts_late = segment.item_tile > result.first_block * tiles_per_block;
+    result.slot = slot_of(ptx::block_index(), segment.position > ptx::block_index() * tiles_per_block);
     return result;
   }
 };

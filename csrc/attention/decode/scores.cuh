@@ -85,13 +85,13 @@ struct ScoresSpec {
 
 // Computes the scores of this warp's part of a segment.
 template <typename Spec>
-__device__ __forceinline__ void score_keys(const ForwardParams& params, const Segment& segment, Use use) {
-  using Loader = KeyLoader<Spec, Words::kByUse>;
+__device__ __forceinline__ void score_keys(const ForwardParams& params, const Segment& segment, KvReuse reuse) {
+  using Loader = KeyLoader<Spec, Words::kByReuse>;
   constexpr int kStages = Spec::kNumStages;
   const ptx::SmemPointer ring_smem =
       ptx::SmemPointer(ptx::dynamic_shared_memory()) + ptx::warp_index() * Spec::kRingBytes;
   const Sequence<MaskKind::kRuntime> sequence = segment.sequence(params);
-  Loader loader(params, sequence, segment, use);
+  Loader loader(params, sequence, segment, reuse);
   loader.find(segment.tile);
   const auto load = [&](int tile, int stage) {
     if (tile < segment.end_tile) {
@@ -138,7 +138,7 @@ __device__ __forceinline__ void decode_scores(const ForwardParams& params) {
   prefetch_tables<Spec>(params);
   Plan<Spec> plan(params);
   Segment segment;
-  while (plan.next(segment)) score_keys<Spec>(params, segment, plan.use);
+  while (plan.next(segment)) score_keys<Spec>(params, segment, plan.reuse);
 }
 
 }  // namespace flashmoe::attention::decode

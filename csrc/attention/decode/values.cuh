@@ -34,8 +34,8 @@ namespace flashmoe::attention::decode {
 // Warp `own` of the kTeam warps that compute exponentials. In a round each has one block; all of them follow a row's
 // reference through all four, as advance_references does in a prefill (mma_sync/accumulate.cuh).
 template <typename Spec>
-__device__ __forceinline__ void take_exponentials(const ForwardParams& params, const ValueItem<Spec>& item,
-                                                  const ValueRing<Spec>& ring, int own) {
+__device__ __forceinline__ void compute_exponentials(const ForwardParams& params, const ValueItem<Spec>& item,
+                                                     const ValueRing<Spec>& ring, int own) {
   constexpr int kTeam = Spec::kTeam;
   const float scale_log2 = params.scale_log2;
   const int score_rows = min(Spec::kBlockM, params.seq_q * params.score_options.folded_heads);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void take_exponentials(const ForwardParams& params, c
       ptx::st_shared_32(ring.maxima(round, row) + own * 4, ptx::float_bits(largest));
     }
     // Read after write: the maxima, which are stored for two rounds.
-    ptx::named_barrier_sync(barrier_id(Spec::Barrier::kTeam), 32 * kTeam);
+    ptx::named_barrier_sync(barrier_id(Spec::Barrier::kMaximaStored), 32 * kTeam);
     const float4 maxima = ptx::ld_shared_float4(ring.maxima(round, row));
     const float of_block[kTeam] = {maxima.x, maxima.y, maxima.z, maxima.w};
     float factor = 1.0f;
@@ -278,7 +278,7 @@ __device__ __forceinline__ void decode_values(const ForwardParams& params) {
     ValueLoader<Spec>(params, sequence, item, ring).run(warp);
   } else if (warp < 8) {
     ptx::setmaxnreg_dec<Spec::kFewRegisters>();
-    take_exponentials<Spec>(params, item, ring, warp - 4);
+    compute_exponentials<Spec>(params, item, ring, warp - 4);
   } else {
     ptx::setmaxnreg_inc<Spec::kMoreRegisters>();
     if (warp < 4 + Spec::kLoaders) {

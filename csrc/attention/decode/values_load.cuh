@@ -45,7 +45,7 @@ struct ValuesSpec {
 
   enum class Barrier : int {
     kBlock = 0,
-    kTeam = 1,  // the warps that compute exponentials: a round's maxima are stored
+    kMaximaStored = 1,  // the warps that compute exponentials: a round's maxima are stored
   };
 
   using Tile = RowTile<Element, kColumns>;
@@ -227,7 +227,7 @@ struct ValueLoader {
     const int key = block * Spec::kBlockN + own * 32 + ptx::lane_index();
     page[own] = 0;
     if (params.sequences.block_table != nullptr && key >= item.seen.begin && key < item.seen.end) {
-      page[own] = sequence.stated_page(page_of_sequence[own]);
+      page[own] = sequence.load_page(page_of_sequence[own]);
     }
   }
 
@@ -238,7 +238,7 @@ struct ValueLoader {
     uint64_t own_gmem[kOwn];
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
-      own_gmem[own] = reinterpret_cast<uint64_t>(gmem + sequence.existing_page(page[own]) * params.v_stride.batch +
+      own_gmem[own] = reinterpret_cast<uint64_t>(gmem + sequence.clamp_page(page[own]) * params.v_stride.batch +
                                                  row[own] * params.v_stride.row);
     }
 #pragma unroll

@@ -94,8 +94,8 @@ __device__ __forceinline__ QueryTile locate_varlen_tile(const ForwardParams& par
   tile.sequence_rows = row_extent(params, tile.batch);
   tile.row = block * kBlockM;
   // If the first sequence does not start at the tensor's first row, `block` is negative for the slots before it.
-  const bool is_another_kernel_s = tile.sequence_rows.length <= -params.num_splits;
-  tile.rows = block < 0 || is_another_kernel_s ? 0 : min(kBlockM, tile.sequence_rows.length - tile.row);
+  const bool is_skipped = tile.sequence_rows.length <= -params.num_splits;
+  tile.rows = block < 0 || is_skipped ? 0 : min(kBlockM, tile.sequence_rows.length - tile.row);
   return tile;
 }
 

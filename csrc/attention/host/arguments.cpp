@@ -15,7 +15,6 @@ using host::describe_dtype;
 using host::describe_sizes;
 using host::violate;
 
-constexpr double kLog2E = 1.4426950408889634;
 constexpr double kMaxScale = std::numeric_limits<float>::max() / kLog2E;
 
 // The element type, if attention has kernels for it on that kind of device.
@@ -58,7 +57,7 @@ Strides strides_of(const Tensor& tensor, bool is_paged) {
   return is_paged ? Strides{strides[0], strides[2], strides[1]} : Strides{strides[0], strides[1], strides[2]};
 }
 
-void check_places(QueryKeyValue& operands) {
+void check_devices(QueryKeyValue& operands) {
   const Tensor& q = operands.q;
   const Tensor& k = operands.k;
   const Tensor& v = operands.v;
@@ -78,7 +77,7 @@ void check_places(QueryKeyValue& operands) {
 }
 
 void check_operands(QueryKeyValue& operands, bool has_codes) {
-  check_places(operands);
+  check_devices(operands);
   const Tensor& q = operands.q;
   const Tensor& k = operands.k;
   const Tensor& v = operands.v;

@@ -9,6 +9,8 @@
 
 namespace flashmoe::attention {
 
+constexpr double kLog2E = 1.4426950408889634;
+
 using host::Tensor;
 
 // Operands common to all operators; check_operands sets everything except the tensors.
@@ -59,7 +61,7 @@ struct Gradients {
 // Throws unless q, k and v are on one device and have one dtype with kernels there; or, for a cache of codes, unless k
 // and v are float8_e4m3fn and q has 16 bits.
 void check_operands(QueryKeyValue& operands, bool has_codes = false);
-void check_places(QueryKeyValue& operands);  // on one device, whatever their dtypes
+void check_devices(QueryKeyValue& operands);  // on one device, whatever their dtypes
 
 struct Layout {
   const char* text;

@@ -12,7 +12,7 @@ void forward_cpu(const ForwardArguments& arguments, const ForwardOutputs& output
 void forward_cuda(const ForwardArguments& arguments, const ForwardOutputs& outputs);
 void backward_cpu(const BackwardParams& params, const ForwardArguments& arguments);
 
-// Ragged, paged and banded attention: at least one sequence, row and head; max_seqlen_k may be 0.
+// Ragged, paged and windowed attention: at least one sequence, row and head; max_seqlen_k may be 0.
 void forward_varlen_cpu(const VarlenArguments& arguments, const ForwardOutputs& outputs);
 void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs& outputs);
 // Needs at least one row and one key.

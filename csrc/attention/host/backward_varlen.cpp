@@ -1,4 +1,4 @@
-// The backward pass of ragged and banded attention on a GPU: selects the kernels and launches them, split or fused.
+// The backward pass of ragged and windowed attention on a GPU: selects the kernels and launches them, split or fused.
 // Nothing here reads device memory: grids are sized for the most tiles possible.
 
 #include <algorithm>
@@ -78,17 +78,17 @@ SequenceRows sequence_rows(const BackwardParams& params) {
 
 // Tiles per head: the last tile of each sequence may be partial. In a ragged tensor the rows before the first and after
 // the last sequence count for two more.
-int64_t most_tiles(bool is_ragged, int64_t total, int64_t longest, int64_t entries, int64_t block) {
-  return is_ragged ? ceil_div(total, block) + entries + 2 : ceil_div(longest, block) * entries;
+int64_t most_tiles(bool is_ragged, int64_t total, int64_t longest, int64_t sequences, int64_t block) {
+  return is_ragged ? ceil_div(total, block) + sequences + 2 : ceil_div(longest, block) * sequences;
 }
 
 // For one block per tile; fewer if all sequences are short: then each has as many tiles as the longest, whatever its
 // own length. Kernels can tell from the grid which layout it is.
-int64_t most_blocks(bool is_ragged, int64_t total, int64_t longest, int64_t entries, int64_t block,
+int64_t most_blocks(bool is_ragged, int64_t total, int64_t longest, int64_t sequences, int64_t block,
                     bool is_persistent) {
-  const int64_t tiles = most_tiles(is_ragged, total, longest, entries, block);
+  const int64_t tiles = most_tiles(is_ragged, total, longest, sequences, block);
   if (!is_ragged || is_persistent) return tiles;
-  return std::min(tiles, ceil_div(longest, block) * entries + kClearingSlots);
+  return std::min(tiles, ceil_div(longest, block) * sequences + kClearingSlots);
 }
 
 std::vector<CUtensorMap> query_gradient_maps(const BackwardParams& params, const Kernel& kernel) {
@@ -113,12 +113,12 @@ std::vector<CUtensorMap> mask_maps(const MaskBackwardParams& params, const Kerne
 
 void run_split(const DropoutBackwardParams& launched, const BackwardKernels& kernels, const host::Device& gpu) {
   const BackwardParams& params = launched.backward;
-  const Batch& entries = params.sequences;
+  const Batch& sequences = params.sequences;
   const Kernel& dq = *kernels.dq;
   const Kernel& dkv = *kernels.dkv;
-  const int64_t dq_blocks = most_blocks(entries.cu_seqlens_q != nullptr, entries.rows_total, params.seq_q, params.batch,
-                                        dq.block_m, dq.is_persistent);
-  const int64_t dkv_blocks = most_blocks(entries.cu_seqlens_k != nullptr, entries.keys_total, params.seq_k,
+  const int64_t dq_blocks = most_blocks(sequences.cu_seqlens_q != nullptr, sequences.rows_total, params.seq_q,
+                                        params.batch, dq.block_m, dq.is_persistent);
+  const int64_t dkv_blocks = most_blocks(sequences.cu_seqlens_k != nullptr, sequences.keys_total, params.seq_k,
                                          params.batch, dkv.block_n, dkv.is_persistent);
   const SplitTiles tiles{dq_blocks * params.heads_q, dkv_blocks * params.heads_kv};
   run_split(launched, kernels, tiles, params.head_dim_v, query_gradient_maps, key_value_gradient_maps, gpu);
@@ -142,15 +142,15 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
                const host::Device& gpu) {
   const BackwardParams& params = launched.backward;
   const Kernel& fused = *kernels.fused;
-  const Batch& entries = params.sequences;
+  const Batch& sequences = params.sequences;
   // Numbered as in attention/backward/sm90/dq_partials.cuh.
-  const int64_t partials = entries.cu_seqlens_q != nullptr ? entries.rows_total / kDqPartialRows + params.batch + 2
-                                                           : ceil_div(params.seq_q, kDqPartialRows) * params.batch;
+  const int64_t partials = sequences.cu_seqlens_q != nullptr ? sequences.rows_total / kDqPartialRows + params.batch + 2
+                                                             : ceil_div(params.seq_q, kDqPartialRows) * params.batch;
   const int64_t tiles =
-      most_tiles(entries.cu_seqlens_k != nullptr, entries.keys_total, params.seq_k, params.batch, fused.block_n);
+      most_tiles(sequences.cu_seqlens_k != nullptr, sequences.keys_total, params.seq_k, params.batch, fused.block_n);
   auto queries = fused_query_params<VarlenFusedQueryParams>(params);
-  queries.cu_seqlens_q = entries.cu_seqlens_q;
-  queries.rows_total = entries.rows_total;
+  queries.cu_seqlens_q = sequences.cu_seqlens_q;
+  queries.rows_total = sequences.rows_total;
   queries.head_dim_v = params.head_dim_v;
   queries.width = fused.axes[axis::kHeadDim];
   if (launched.dropout.rng_state != nullptr) queries.scale *= launched.dropout.scale;  // dS lacks this factor
@@ -183,20 +183,20 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
 }
 
 SelectorInput make_selector_input(const BackwardParams& params, const host::KernelRequest& request) {
-  const Batch& entries = params.sequences;
-  const ScoreOptions& band = params.score_options;
+  const Batch& sequences = params.sequences;
+  const ScoreOptions& options = params.score_options;
   const int64_t batch = params.batch;
   const SelectorInput longest{request,
-                              band.right < kUnbounded ? Mask::kCausal : Mask::kFull,
+                              options.right < kUnbounded ? Mask::kCausal : Mask::kFull,
                               std::max(params.head_dim, params.head_dim_v),
                               batch,
                               params.heads_q,
                               params.heads_kv,
                               params.seq_q,
                               params.seq_k};
-  const int64_t rows_total = entries.cu_seqlens_q != nullptr ? entries.rows_total : batch * params.seq_q;
-  const int64_t keys_total = entries.cu_seqlens_k != nullptr ? entries.keys_total : batch * params.seq_k;
-  return as_equal_sequences(longest, rows_total, keys_total, static_cast<int64_t>(band.left) + band.right + 1);
+  const int64_t rows_total = sequences.cu_seqlens_q != nullptr ? sequences.rows_total : batch * params.seq_q;
+  const int64_t keys_total = sequences.cu_seqlens_k != nullptr ? sequences.keys_total : batch * params.seq_k;
+  return as_equal_sequences(longest, rows_total, keys_total, static_cast<int64_t>(options.left) + options.right + 1);
 }
 
 bool prefers_fused(const BackwardKernels& kernels, const BackwardParams& params, const VarlenArguments& arguments,
@@ -207,7 +207,7 @@ bool prefers_fused(const BackwardKernels& kernels, const BackwardParams& params,
 }
 
 // Copies back a result that has another width or order.
-void give_back(const Tensor& from, const Tensor& to) {
+void copy_back(const Tensor& from, const Tensor& to) {
   if (!VarlenArguments::has(to)) return;
   if (from.data() != to.data()) host::copy_unpadded(from, to);
 }
@@ -271,9 +271,9 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
   } else {
     run_split({params, dropout}, kernels, gpu);
   }
-  give_back(results.dq, gradients.dq);
-  give_back(results.dk, gradients.dk);
-  give_back(results.dv, gradients.dv);
+  copy_back(results.dq, gradients.dq);
+  copy_back(results.dk, gradients.dk);
+  copy_back(results.dv, gradients.dv);
 }
 
 }  // namespace flashmoe::attention

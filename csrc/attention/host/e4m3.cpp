@@ -25,12 +25,12 @@ constexpr int64_t kLargestBlock = 256;
 // Every tile of a chunk converts all codes again: with more tiles per key head than this, one copy is cheaper, however
 // many keys there are. Converting to bf16 takes twice the instructions.
 constexpr int64_t kMostCodedTiles = 8;
-constexpr int64_t kMostWideCodedTiles = 6;         // for bf16 above head dim 64
-constexpr int64_t kMostTallCodedTiles = 3;         // above head dim 128
-constexpr int64_t kMostScaledTiles = 2;            // if pages have scales, by which elements are multiplied in float32
-constexpr int64_t kMostOfPart = int64_t{1} << 30;  // elements of the smallest part that can be copied
-constexpr int64_t kWidest = 256;                   // the largest head dim of any kernel for codes
-constexpr int32_t kFirstThatDecodes = 80;          // lowest compute capability with a kernel for codes
+constexpr int64_t kMostWideCodedTiles = 6;          // for bf16 above head dim 64
+constexpr int64_t kMostTallCodedTiles = 3;          // above head dim 128
+constexpr int64_t kMostScaledTiles = 2;             // if pages have scales, by which elements are multiplied in float32
+constexpr int64_t kMostOfSlice = int64_t{1} << 30;  // elements of the smallest slice that can be copied
+constexpr int64_t kWidest = 256;                    // the largest head dim of any kernel for codes
+constexpr int32_t kFirstThatDecodes = 80;           // lowest compute capability with a kernel for codes
 
 // Whether rows of codes can be loaded in place, 16 bytes at a time.
 bool is_loadable(const Tensor& codes, bool may_repeat) {
@@ -57,7 +57,7 @@ E4m3ForwardParams make_e4m3_params(const E4m3Arguments& arguments, const VarlenA
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // The sequences and key heads of a cache that are copied at a time.
-struct Part {
+struct Slice {
   int64_t sequence;
   int64_t sequences;
   int64_t head;
@@ -68,9 +68,9 @@ int64_t elements_of_head(const VarlenArguments& arguments) {
   return most_keys(arguments) * (arguments.head_dim() + arguments.head_dim_v());
 }
 
-// The first part, which is the largest. A combine kernel's rows are those of all sequences if they are ragged, and
-// log-sum-exps are contiguous: so a part has all sequences, or one, or all heads.
-Part first_part(const VarlenArguments& arguments) {
+// The first slice, which is the largest. A combine kernel's rows are those of all sequences if they are ragged, and
+// log-sum-exps are contiguous: so a slice has all sequences, or one, or all heads.
+Slice first_slice(const VarlenArguments& arguments) {
   const int64_t of_head = std::max<int64_t>(1, elements_of_head(arguments));
   const int64_t heads = arguments.heads_kv();
   const int64_t fitting = std::clamp<int64_t>(most_copied / (of_head * heads), 1, arguments.batch());
@@ -81,40 +81,40 @@ Part first_part(const VarlenArguments& arguments) {
 bool can_be_dequantized(const VarlenArguments& arguments) {
   const int64_t least = arguments.has_ragged_rows() ? arguments.batch() : 1;
   return std::max(arguments.head_dim(), arguments.head_dim_v()) <= kWidest && !arguments.has_ragged_keys() &&
-         least * elements_of_head(arguments) <= kMostOfPart;
+         least * elements_of_head(arguments) <= kMostOfSlice;
 }
 
-ScaleArgument part_of(const ScaleArgument& scale, const Part& part, bool has_pages) {
+ScaleArgument slice_of(const ScaleArgument& scale, const Slice& slice, bool has_pages) {
   ScaleArgument result{Tensor(), scale.factor};
   if (!scale.values.is_given()) return result;
   const int64_t rank = scale.values.dim();
   result.values = host::alias(scale.values);
-  if (rank == 1) result.values = host::narrow(result.values, 0, part.head, part.heads);
+  if (rank == 1) result.values = host::narrow(result.values, 0, slice.head, slice.heads);
   if (rank == 2 || (rank == 4 && !has_pages)) {
-    result.values = host::narrow(result.values, 0, part.sequence, part.sequences);
-    result.values = host::narrow(result.values, 1, part.head, part.heads);
+    result.values = host::narrow(result.values, 0, slice.sequence, slice.sequences);
+    result.values = host::narrow(result.values, 1, slice.head, slice.heads);
   }
-  if (rank == 4 && has_pages) result.values = host::narrow(result.values, 2, part.head, part.heads);
+  if (rank == 4 && has_pages) result.values = host::narrow(result.values, 2, slice.head, slice.heads);
   return result;
 }
 
 // The same call for only these sequences and heads.
-E4m3Arguments part_of(const E4m3Arguments& arguments, const Part& part) {
+E4m3Arguments slice_of(const E4m3Arguments& arguments, const Slice& slice) {
   const VarlenArguments& whole = arguments.varlen;
   const int64_t group = whole.heads_q() / whole.heads_kv();
   const auto of_sequences = [&](const Tensor& tensor) {
-    return tensor.is_given() ? host::narrow(tensor, 0, part.sequence, part.sequences) : Tensor();
+    return tensor.is_given() ? host::narrow(tensor, 0, slice.sequence, slice.sequences) : Tensor();
   };
   const auto of_heads = [&](const Tensor& tensor, int64_t axis, int64_t heads) {
-    return tensor.is_given() ? host::narrow(tensor, axis, part.head * heads, part.heads * heads) : Tensor();
+    return tensor.is_given() ? host::narrow(tensor, axis, slice.head * heads, slice.heads * heads) : Tensor();
   };
   const auto of_cache = [&](const Tensor& cache) {
     return whole.has_pages() ? of_heads(cache, 2, 1) : of_heads(of_sequences(cache), 1, 1);
   };
   const Tensor q = whole.has_ragged_rows() ? host::alias(whole.q) : of_sequences(whole.q);
   E4m3Arguments result{with_operands(whole, of_heads(q, 1, group), of_cache(whole.k), of_cache(whole.v)),
-                       part_of(arguments.k_scale, part, whole.has_pages()),
-                       part_of(arguments.v_scale, part, whole.has_pages())};
+                       slice_of(arguments.k_scale, slice, whole.has_pages()),
+                       slice_of(arguments.v_scale, slice, whole.has_pages())};
   result.varlen.seqused_k = of_sequences(whole.seqused_k);
   result.varlen.block_table = of_sequences(whole.block_table);
   result.varlen.sinks = of_heads(whole.sinks, 0, group);
@@ -167,44 +167,44 @@ VarlenArguments dequantize(const E4m3Arguments& arguments, const host::Device& g
   return wide;
 }
 
-// Runs the kernels `chosen` for a 16-bit cache on copies of the cache, one part after the other.
-void forward_copies(const E4m3Arguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
+// Runs `plan`, made for a 16-bit cache, on copies of the cache, one slice after the other.
+void forward_copies(const E4m3Arguments& arguments, const ForwardOutputs& outputs, const VarlenPlan& plan,
                     const host::Device& gpu) {
   const VarlenArguments& varlen = arguments.varlen;
   const int64_t group = varlen.heads_q() / varlen.heads_kv();
   const bool is_ragged = varlen.has_ragged_rows();
-  const auto result_of = [&](const Tensor& tensor, const Part& part, int64_t head_axis) {
+  const auto result_of = [&](const Tensor& tensor, const Slice& slice, int64_t head_axis) {
     if (!tensor.is_given()) return Tensor();
-    const Tensor own = is_ragged ? host::alias(tensor) : host::narrow(tensor, 0, part.sequence, part.sequences);
-    return host::narrow(own, head_axis, part.head * group, part.heads * group);
+    const Tensor own = is_ragged ? host::alias(tensor) : host::narrow(tensor, 0, slice.sequence, slice.sequences);
+    return host::narrow(own, head_axis, slice.head * group, slice.heads * group);
   };
-  const Part first = first_part(varlen);
-  Part part = first;
-  for (part.sequence = 0; part.sequence < varlen.batch(); part.sequence += first.sequences) {
-    part.sequences = std::min(first.sequences, varlen.batch() - part.sequence);
-    for (part.head = 0; part.head < varlen.heads_kv(); part.head += first.heads) {
-      part.heads = std::min(first.heads, varlen.heads_kv() - part.head);
+  const Slice first = first_slice(varlen);
+  Slice slice = first;
+  for (slice.sequence = 0; slice.sequence < varlen.batch(); slice.sequence += first.sequences) {
+    slice.sequences = std::min(first.sequences, varlen.batch() - slice.sequence);
+    for (slice.head = 0; slice.head < varlen.heads_kv(); slice.head += first.heads) {
+      slice.heads = std::min(first.heads, varlen.heads_kv() - slice.head);
       ForwardOutputs own;
-      own.out = result_of(outputs.out, part, 1);
-      own.lse = result_of(outputs.lse, part, is_ragged ? 0 : 1);
-      run_varlen(dequantize(part_of(arguments, part), gpu), own, chosen, gpu);
+      own.out = result_of(outputs.out, slice, 1);
+      own.lse = result_of(outputs.lse, slice, is_ragged ? 0 : 1);
+      run_varlen(dequantize(slice_of(arguments, slice), gpu), own, plan, gpu);
     }
   }
 }
 
 // Runs a kernel that reads codes: the chunk kernel, or the decoding kernel if there is none.
-void forward_codes(const E4m3Arguments& arguments, const ForwardOutputs& outputs, const Choice& chunk,
+void forward_codes(const E4m3Arguments& arguments, const ForwardOutputs& outputs, const KernelPlan& chunk,
                    int64_t num_splits, const host::Device& gpu) {
   const VarlenArguments& varlen = arguments.varlen;
   const auto head_dim = static_cast<int32_t>(std::max(varlen.head_dim(), varlen.head_dim_v()));
   const Kernel& kernel =
       chunk.forward != nullptr ? *chunk.forward : select_e4m3(host::make_request(gpu, varlen.dtype), head_dim);
-  const bool is_whole = varlen.head_dim_v() % host::kRowAlignElements == 0;
+  const bool is_aligned = varlen.head_dim_v() % host::kRowAlignElements == 0;
   VarlenArguments read =
       with_operands(varlen, host::loadable(varlen.q, kernel), loadable_codes(varlen.k, /*may_repeat=*/true),
                     loadable_codes(varlen.v, /*may_repeat=*/true));
   ForwardOutputs written;
-  written.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
+  written.out = is_aligned ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
   if (outputs.lse.is_given()) written.lse = host::alias(outputs.lse);
   E4m3ForwardParams params = make_e4m3_params(arguments, read, written);
   // The output's columns, not those of a padded cache.
@@ -218,25 +218,25 @@ void forward_codes(const E4m3Arguments& arguments, const ForwardOutputs& outputs
     run_decoding(params.forward, kernel, num_splits, call, &params);
   }
   host::set_last_kernel(kernel.symbol);
-  if (!is_whole) host::copy_unpadded(written.out, outputs.out);
+  if (!is_aligned) host::copy_unpadded(written.out, outputs.out);
 }
 
-// The chunk kernel for codes that matches `wide`, the choice for a 16-bit cache, with its tiles and splits.
-Choice choose_chunk(const E4m3Arguments& arguments, const Choice& wide, const host::Device& gpu) {
+// The chunk kernel for codes that matches `wide`, the plan for a 16-bit cache, with its tiles and splits.
+KernelPlan choose_chunk(const E4m3Arguments& arguments, const KernelPlan& wide, const host::Device& gpu) {
   const VarlenArguments& varlen = arguments.varlen;
   if (varlen.head_dim() % kRowAlignBytes != 0 || varlen.head_dim_v() % kRowAlignBytes != 0) return {};
-  const Choice chunk = select_coded_chunk(host::make_request(gpu, varlen.dtype), wide);
+  const KernelPlan chunk = select_coded_chunk(host::make_request(gpu, varlen.dtype), wide);
   if (chunk.forward == nullptr || !can_be_dequantized(varlen)) return chunk;
   const int64_t rows = varlen.max_seqlen_q * (varlen.heads_q() / varlen.heads_kv());
-  const bool is_dear = varlen.dtype == Dtype::kBFloat16 && varlen.head_dim() > 64;
+  const bool is_conversion_slow = varlen.dtype == Dtype::kBFloat16 && varlen.head_dim() > 64;
   const bool is_scaled = make_scale(arguments.k_scale, varlen.has_pages()).is_of_pages != 0 ||
                          make_scale(arguments.v_scale, varlen.has_pages()).is_of_pages != 0;
-  const bool is_tall = varlen.head_dim() > 128;
-  const int64_t most = is_scaled ? kMostScaledTiles
-                       : is_tall ? kMostTallCodedTiles
-                       : is_dear ? kMostWideCodedTiles
-                                 : kMostCodedTiles;
-  return rows <= most * chunk.forward->block_m ? chunk : Choice{};
+  const bool has_wide_head = varlen.head_dim() > 128;
+  const int64_t most = is_scaled            ? kMostScaledTiles
+                       : has_wide_head      ? kMostTallCodedTiles
+                       : is_conversion_slow ? kMostWideCodedTiles
+                                            : kMostCodedTiles;
+  return rows <= most * chunk.forward->block_m ? chunk : KernelPlan{};
 }
 
 }  // namespace
@@ -285,8 +285,8 @@ Tensor loadable_codes(const Tensor& codes, bool may_repeat) {
   columns = round_up(columns, kRowAlignBytes);
   Tensor result = host::empty(codes.dim(), sizes.data(), codes.dtype(), codes.device_type(), codes.device_index());
   host::check_shim(aoti_torch_zero_(result.get()), "zero_");
-  const Tensor part = host::view_of(result, codes.sizes(), result.strides());
-  host::check_shim(aoti_torch_copy_(part.get(), codes.get(), /*non_blocking=*/0), "copy_");
+  const Tensor slice = host::view_of(result, codes.sizes(), result.strides());
+  host::check_shim(aoti_torch_copy_(slice.get(), codes.get(), /*non_blocking=*/0), "copy_");
   return result;
 }
 
@@ -336,15 +336,15 @@ void forward_e4m3_cuda(const E4m3Arguments& arguments, const ForwardOutputs& out
   // codes.
   if (varlen.is_consistent() && has_kernel) return forward_codes(arguments, outputs, {}, /*num_splits=*/1, gpu);
   // The kernels for the same call on a 16-bit cache decide, so that the order of sums is the same.
-  const Chosen wide = choose_varlen(varlen, gpu);
-  const Choice chunk = choose_chunk(arguments, wide.chunk, gpu);
+  const VarlenPlan wide = choose_varlen(varlen, gpu);
+  const KernelPlan chunk = choose_chunk(arguments, wide.chunk, gpu);
   if (has_alibi(varlen) && !can_be_dequantized(varlen)) violate("attention.e4m3_alibi");
   if (chunk.forward != nullptr || (has_kernel && wide.is_decoding) || !can_be_dequantized(varlen))
     return forward_codes(arguments, outputs, chunk, varlen.num_splits, gpu);
-  Chosen copied = wide;
-  if (has_kernel && wide.of_short != nullptr) {
+  VarlenPlan copied = wide;
+  if (has_kernel && wide.short_seq_kernel != nullptr) {
     forward_codes(arguments, outputs, {}, /*num_splits=*/-1, gpu);
-    copied.of_short = nullptr;
+    copied.short_seq_kernel = nullptr;
   }
   forward_copies(arguments, outputs, copied, gpu);
 }

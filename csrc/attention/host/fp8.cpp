@@ -128,9 +128,9 @@ void run(E4m3AttentionParams& params, const Fp8Kernels& kernels, int64_t columns
 }
 
 // The outputs that kernels write: padded if the head dim is not a multiple of 16 bytes.
-ForwardOutputs writable(const ForwardOutputs& outputs, bool is_whole) {
+ForwardOutputs writable(const ForwardOutputs& outputs, bool is_aligned) {
   ForwardOutputs written;
-  written.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
+  written.out = is_aligned ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
   written.lse = host::alias(outputs.lse);
   return written;
 }
@@ -139,7 +139,7 @@ ForwardOutputs writable(const ForwardOutputs& outputs, bool is_whole) {
 
 void check_fp8(Fp8Arguments& arguments) {
   ForwardArguments& forward = arguments.forward;
-  check_places(forward);
+  check_devices(forward);
   check_fp8_dtypes(forward);
   const Tensor &q = forward.q, &k = forward.k, &v = forward.v;
   check_layout(q, "q", kDenseLayout);
@@ -176,8 +176,8 @@ void forward_fp8_cuda(const Fp8Arguments& arguments, const ForwardOutputs& outpu
   read.k = loadable_codes(given.k, /*may_repeat=*/false);
   read.v = loadable_codes(given.v, /*may_repeat=*/true);
   read.scale = given.scale;
-  const bool is_whole = given.v.sizes()[3] % host::kRowAlignElements == 0;
-  const ForwardOutputs written = writable(outputs, is_whole);
+  const bool is_aligned = given.v.sizes()[3] % host::kRowAlignElements == 0;
+  const ForwardOutputs written = writable(outputs, is_aligned);
   E4m3AttentionParams params{};
   params.forward = make_params(read, written);
   params.forward.head_dim_v = static_cast<int32_t>(read.v.sizes()[3]);
@@ -185,12 +185,12 @@ void forward_fp8_cuda(const Fp8Arguments& arguments, const ForwardOutputs& outpu
   params.k_scale = make_block_scale(arguments.k_scale, read.k);
   params.v_scale = make_block_scale(arguments.v_scale, read.v);
   run(params, kernels, written.out.sizes()[3], gpu);
-  if (!is_whole) host::copy_unpadded(written.out, outputs.out);
+  if (!is_aligned) host::copy_unpadded(written.out, outputs.out);
 }
 
 void check_fp8(Fp8VarlenArguments& arguments) {
   VarlenArguments& varlen = arguments.varlen;
-  check_places(varlen);
+  check_devices(varlen);
   check_fp8_dtypes(varlen);
   check_varlen_arguments(varlen);
   check_scale(arguments.q_scale, "q_scale", varlen, varlen.q, varlen.batch(), /*has_pages=*/false);
@@ -210,15 +210,15 @@ void forward_fp8_cuda(const Fp8VarlenArguments& arguments, const ForwardOutputs&
   const VarlenArguments read =
       with_operands(given, loadable_codes(given.q, /*may_repeat=*/false), loadable_codes(given.k, /*may_repeat=*/false),
                     loadable_codes(given.v, /*may_repeat=*/true));
-  const bool is_whole = given.head_dim_v() % host::kRowAlignElements == 0;
-  const ForwardOutputs written = writable(outputs, is_whole);
+  const bool is_aligned = given.head_dim_v() % host::kRowAlignElements == 0;
+  const ForwardOutputs written = writable(outputs, is_aligned);
   E4m3AttentionParams params{};
   params.forward = make_varlen_params(read, written);
   params.q_scale = make_block_scale(arguments.q_scale, read.q);
   params.k_scale = make_block_scale(arguments.k_scale, read.k);
   params.v_scale = make_block_scale(arguments.v_scale, read.v);
   run(params, kernels, written.out.sizes()[2], gpu);
-  if (!is_whole) host::copy_unpadded(written.out, outputs.out);
+  if (!is_aligned) host::copy_unpadded(written.out, outputs.out);
 }
 
 }  // namespace flashmoe::attention

@@ -12,7 +12,6 @@
 #include "host/copies.h"
 #include "host/last_kernel.h"
 #include "host/tile_counters.h"
-#include "host/workspace.h"
 
 namespace flashmoe::attention {
 namespace {
@@ -45,7 +44,7 @@ SelectorInput describe(const ForwardArguments& arguments, const Problem& problem
   return input;
 }
 
-Choice choose(const SelectorInput& input, bool has_one_row) {
+KernelPlan choose(const SelectorInput& input, bool has_one_row) {
   if (has_one_row) {
     const Kernel* decoding = select_decoding(input);
     if (decoding != nullptr) return {decoding, nullptr, 1};
@@ -55,34 +54,23 @@ Choice choose(const SelectorInput& input, bool has_one_row) {
   return select_forward(input);
 }
 
-// Memory for the partial results of split kernels.
-host::Workspace allocate_partials(ForwardParams& params, int64_t rows, const host::CudaCall& call) {
-  host::Workspace workspace;
-  const int64_t out = workspace.add<float>(params.num_splits * rows * params.head_dim);
-  const int64_t lse = workspace.add<float>(params.num_splits * rows);
-  workspace.allocate(call);
-  params.out_partial = workspace.address<float>(out);
-  params.lse_partial = workspace.address<float>(lse);
-  return workspace;
-}
-
 // The forward kernel, followed by the combine kernel if the keys are split.
-void run(const Problem& problem, const Choice& choice, const host::Device& gpu) {
+void run(const Problem& problem, const KernelPlan& plan, const host::Device& gpu) {
   ForwardParams params = problem.params;
-  const Kernel& kernel = *choice.forward;
+  const Kernel& kernel = *plan.forward;
   if (std::strcmp(kernel.operation, "attention_decode") == 0) {  // every row sees every key, folded or not
-    describe_as_band(params);
+    describe_as_varlen(params);
     run_decoding(params, kernel, /*num_splits=*/0, host::CudaCall(gpu));
     host::set_last_kernel(kernel.symbol);
     return;
   }
-  if (choice.ordered.values != nullptr) {
-    describe_as_band(params);
-    run_ordered_decoding(params, choice.ordered, host::CudaCall(gpu));
+  if (plan.ordered.values != nullptr) {
+    describe_as_varlen(params);
+    run_ordered_decoding(params, plan.ordered, host::CudaCall(gpu));
     host::set_last_kernel(kernel.symbol);
     return;
   }
-  params.num_splits = choice.num_splits;
+  params.num_splits = plan.num_splits;
   const int64_t heads = static_cast<int64_t>(params.batch) * params.heads_q;
   const int64_t rows = heads * params.seq_q;
   const int64_t tiles = ceil_div(params.seq_q, kernel.block_m) * heads * params.num_splits;
@@ -94,14 +82,14 @@ void run(const Problem& problem, const Choice& choice, const host::Device& gpu) 
     params.tile_counter = counter.address;
   }
   host::Workspace partials;
-  if (choice.combine != nullptr) partials = allocate_partials(params, rows, call);
+  if (plan.combine != nullptr) partials = allocate_partials(params, rows, params.head_dim, call);
 
   TensorMaps maps;
   if (kernel.num_tensor_maps > 0) maps = encode(sm90::forward_tensor_maps(params, kernel.block_n), kernel.dtype);
   host::LaunchList list;
   list.add({&kernel, grid, &params, maps.data(), /*is_dependent=*/false});
-  if (choice.combine != nullptr) {
-    list.add({choice.combine, ceil_div(rows, choice.combine->block_m), &params, nullptr, /*is_dependent=*/true});
+  if (plan.combine != nullptr) {
+    list.add({plan.combine, ceil_div(rows, plan.combine->block_m), &params, nullptr, /*is_dependent=*/true});
   }
   list.run(call);
   host::set_last_kernel(kernel.symbol);
@@ -119,14 +107,14 @@ void forward_cuda(const ForwardArguments& arguments, const ForwardOutputs& outpu
   const Problem problem = make_problem(arguments, outputs);
   const SelectorInput input = describe(arguments, problem, gpu);
   const bool has_one_row = arguments.q.sizes()[2] == 1;
-  const Choice choice = choose(input, has_one_row);
-  if (!has_one_row && prefers_folded_rows(input, choice)) return forward_as_ragged(arguments, outputs);
-  if (runs_in_place(arguments, *choice.forward)) {
-    run(problem, choice, gpu);
+  const KernelPlan plan = choose(input, has_one_row);
+  if (!has_one_row && prefers_folded_rows(input, plan)) return forward_as_ragged(arguments, outputs);
+  if (runs_in_place(arguments, *plan.forward)) {
+    run(problem, plan, gpu);
     return;
   }
-  const Operands operands = make_operands(arguments, outputs, *choice.forward);
-  run(make_problem(operands.arguments, operands.outputs), choice, gpu);
+  const Operands operands = make_operands(arguments, outputs, *plan.forward);
+  run(make_problem(operands.arguments, operands.outputs), plan, gpu);
   return_outputs(operands, outputs);
 }
 

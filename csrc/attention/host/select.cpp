@@ -76,7 +76,7 @@ constexpr int64_t kMinKeysToSplit = 1024;
 constexpr int64_t kMinKeysPerSplit = 128;
 constexpr int64_t kMaxSplits = 16;  // the combining warp could reduce 32
 constexpr int64_t kWarpgroupRows = 64;
-constexpr int64_t kMaxShares = 32;  // one per lane of the combining warp
+constexpr int64_t kMaxTimedSplits = 32;  // one per lane of the combining warp
 
 // The number of blocks that should share the keys of one query tile so that all multiprocessors have work; 1 for no
 // split.
@@ -87,18 +87,18 @@ int64_t wanted_splits(const SelectorInput& input, const Kernel& split) {
   return std::max<int64_t>(1, std::min({by_machine, by_keys, kMaxSplits}));
 }
 
-// Kernels for problems with fewer query tiles than multiprocessors; an empty choice where none applies.
-Choice choose_for_few_tiles(const SelectorInput& input, const FamilyKernels& family) {
+// Kernels for problems with fewer query tiles than multiprocessors; an empty plan where none applies.
+KernelPlan choose_for_few_tiles(const SelectorInput& input, const FamilyKernels& family) {
   if (family.tiles[kSplit] != nullptr && family.combine != nullptr) {
     const int64_t splits = wanted_splits(input, *family.tiles[kSplit]);
     if (splits > 1) return {family.tiles[kSplit], family.combine, static_cast<int32_t>(splits)};
   }
-  Choice choice;
+  KernelPlan plan;
   if (family.tiles[kM64] != nullptr &&
       query_tiles(input, *family.tiles[kStandard]) < input.request.num_multiprocessors) {
-    choice.forward = family.tiles[kM64];
+    plan.forward = family.tiles[kM64];
   }
-  return choice;
+  return plan;
 }
 
 }  // namespace
@@ -137,8 +137,8 @@ namespace {
 
 // The fastest by estimate of: the tiles of a family whose table rows state a cost, and the 64-row tile of the next
 // family.
-Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, const FamilyKernels* next) {
-  Choice best{family.tiles[kStandard], nullptr, 1};
+KernelPlan choose_by_time(const SelectorInput& input, const FamilyKernels& family, const FamilyKernels* next) {
+  KernelPlan best{family.tiles[kStandard], nullptr, 1};
   double least = forward_microseconds(input, *family.tiles[kStandard], 1);
   const auto offer = [&](const Kernel* kernel, int64_t splits) {
     if (kernel == nullptr || head_dim_of(*kernel) != head_dim_of(*family.tiles[kStandard])) return;
@@ -152,7 +152,7 @@ Choice choose_by_time(const SelectorInput& input, const FamilyKernels& family, c
   if (next != nullptr) offer(next->tiles[kM64], 1);
   if (family.tiles[kSplit] == nullptr || family.combine == nullptr) return best;
   const int64_t tiles = query_tiles(input, *family.tiles[kSplit]);
-  for (int64_t splits = 2; splits <= kMaxShares && splits * tiles <= input.request.num_multiprocessors; ++splits) {
+  for (int64_t splits = 2; splits <= kMaxTimedSplits && splits * tiles <= input.request.num_multiprocessors; ++splits) {
     if (input.seq_k / splits >= kMinKeysPerSplit) offer(family.tiles[kSplit], splits);
   }
   return best;
@@ -200,6 +200,10 @@ const FamilyList& families_for(const SelectorInput& input) {
 
 }  // namespace
 
+bool is_allowed(const host::KernelRequest& request, const char* family) {
+  return request.forced_family == nullptr || std::strcmp(request.forced_family, family) == 0;
+}
+
 int32_t consistent_block_n(const host::KernelRequest& request, int32_t head_dim, const char* wanted) {
   const host::KernelList& kernels = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
@@ -218,12 +222,11 @@ const char* values_variant(int32_t head_dim, int32_t head_dim_v) {
   return head_dim > 128 && head_dim <= 192 && head_dim_v <= 128 ? "v128" : "";
 }
 
-Choice select_forward(const SelectorInput& input) {
-  const char* forced = input.request.forced_family;
+KernelPlan select_forward(const SelectorInput& input) {
   AllowedFamilies allowed{};
   std::size_t count = 0;
   for (const FamilyKernels& family : families_for(input)) {
-    if (forced != nullptr && std::strcmp(family.family, forced) != 0) continue;
+    if (!is_allowed(input.request, family.family)) continue;
     allowed[count] = &family;
     ++count;
   }
@@ -238,8 +241,8 @@ Choice select_forward(const SelectorInput& input) {
   const Kernel* standard = allowed[0]->tiles[kStandard];
   if (standard->has_cost) return choose_by_time(input, *allowed[0], allowed[1]);
   for (std::size_t index = 0; index < count; ++index) {
-    const Choice choice = choose_for_few_tiles(input, *allowed[index]);
-    if (choice.forward != nullptr) return choice;
+    const KernelPlan plan = choose_for_few_tiles(input, *allowed[index]);
+    if (plan.forward != nullptr) return plan;
   }
   return {standard, nullptr, 1};
 }
@@ -294,7 +297,7 @@ const Kernel& select_by_head_dim(const host::KernelRequest& request, const char*
                                  int32_t head_dim, const char* what) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+    if (!is_allowed(request, *family)) continue;
     const Kernel* kernel =
         host::find_kernel({operation, *family, variant, request.dtype, {head_dim}}, axis::kHeadDim, loadable);
     if (kernel != nullptr) return *kernel;
@@ -308,9 +311,8 @@ namespace {
 // time of all keys. Compute capability 9.0 runs these rows on chunk kernels instead.
 bool leaves_idle(const VarlenSelectorInput& input) {
   constexpr int64_t kMostRows = 127, kLeastKeys = 1024;
-  const char* forced = input.request.forced_family;
   const bool has_chunks = input.request.capability == kMeasuredCapability &&
-                          (forced == nullptr || std::strcmp(forced, host::families_of(kMeasuredCapability)[0]) == 0);
+                          is_allowed(input.request, host::families_of(kMeasuredCapability)[0]);
   return !has_chunks && !input.is_batch_invariant && input.rows_of_key_head <= kMostRows && input.keys >= kLeastKeys &&
          2 * input.batch * input.heads <= input.request.num_multiprocessors;
 }
@@ -339,7 +341,7 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
   for (const char* operation : operations) {
     if (operation == nullptr) continue;
     for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-      if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+      if (!is_allowed(request, *family)) continue;
       const auto find = [&](const char* variant) {
         return host::find_kernel({operation, *family, variant, request.dtype, {input.head_dim}}, axis::kHeadDim,
                                  loadable);
@@ -351,13 +353,13 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
       if (found != nullptr && found->num_tensor_maps == 0 && !input.has_alibi) {
         const Kernel* shorter = find(kVariantNames[kM64]);
         if (shorter != nullptr && prefers_shorter(input, *found, *shorter)) found = shorter;
-        const Kernel* divided = find_divided(input, *found, loadable);
-        if (divided != nullptr) found = divided;
+        const Kernel* split_kernel = find_split_kernel(input, *found, loadable);
+        if (split_kernel != nullptr) found = split_kernel;
       } else if (found != nullptr && *wanted == '\0' && reads_keys_once(input)) {
         const Kernel* shorter = find(kVariantNames[kM64]);
         if (shorter != nullptr && has_the_bits_of(*shorter, *found)) found = shorter;
       }
-      if (found != nullptr && !serves_wide(input, *found)) continue;
+      if (found != nullptr && !supports_wide(input, *found)) continue;
       if (found != nullptr && can_load_pages(*found, input.page_size) && (block_n == 0 || found->block_n == block_n)) {
         return found;
       }

@@ -1,4 +1,4 @@
-// Chooses the attention kernel for a problem on a GPU. Pure: numbers in, a choice or an explained refusal out.
+// Chooses the attention kernel for a problem on a GPU. Pure: numbers in, a plan or an explained refusal out.
 #pragma once
 
 #include <string>
@@ -37,7 +37,7 @@ struct OrderedDecoding {
   const Kernel* values = nullptr;
 };
 
-struct Choice {
+struct KernelPlan {
   const Kernel* forward = nullptr;
   const Kernel* combine = nullptr;  // reduces the partial results if num_splits > 1
   int32_t num_splits = 1;
@@ -54,7 +54,7 @@ struct BackwardKernels {
   const Kernel* convert = nullptr;
 };
 
-// For ragged, paged and banded attention. The lengths of the sequences play no part: the host does not know them.
+// For ragged, paged and windowed attention. The lengths of the sequences play no part: the host does not know them.
 struct VarlenSelectorInput {
   host::KernelRequest request;
   int32_t head_dim;    // the larger of the two
@@ -83,6 +83,9 @@ struct VarlenSelectorInput {
 // that of the ragged kernel of the GPU's first family, and not to split the keys: a consistent call never runs a
 // decoding or a split kernel.
 
+// Whether $FLASHMOE_KERNEL names the family, or none.
+bool is_allowed(const host::KernelRequest& request, const char* family);
+
 // Key block width of a consistent call: that of the GPU's first family with ragged kernels, whichever family is forced,
 // and of its variant `wanted` if it has one. 0 if there is none.
 int32_t consistent_block_n(const host::KernelRequest& request, int32_t head_dim, const char* wanted);
@@ -99,21 +102,22 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input);
 // Returns whether a wgmma kernel for head dims above kMaxDenseHeadDim can run the call; true for any other kernel. Such
 // a kernel has no score functions, and it does not sum in the order of the other family, which loads any page and
 // splits keys.
-bool serves_wide(const VarlenSelectorInput& input, const Kernel& kernel);
+bool supports_wide(const VarlenSelectorInput& input, const Kernel& kernel);
 // The number of tiles that such a kernel makes of one: each computes some of the output's columns.
-int64_t value_parts(const Kernel& kernel);
+int64_t num_value_slices(const Kernel& kernel);
 
 // For a kernel that splits a query tile's keys: the number of splits, and the kernel that reduces their partial
 // results.
-struct Division {
+struct SplitPlan {
   int32_t num_splits = 1;
   const Kernel* combine = nullptr;  // null: `kernel` splits nothing
 };
-Division divide_keys(const VarlenSelectorInput& input, const Kernel& kernel);
+SplitPlan plan_split(const VarlenSelectorInput& input, const Kernel& kernel);
 
 // The "split" variant of `operation` with the same width as `standard`, for few dense rows over many keys; null
 // otherwise.
-const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& standard, const host::KernelList& loadable);
+const Kernel* find_split_kernel(const VarlenSelectorInput& input, const Kernel& standard,
+                                const host::KernelList& loadable);
 
 // host::refuse. No GPU has `what` for head dims above kMaxDenseHeadDim; the message then names that as the reason.
 [[noreturn]] void refuse_head_dim(const host::KernelRequest& request, const std::string& what, int64_t head_dim);
@@ -125,12 +129,12 @@ const Kernel& select_by_head_dim(const host::KernelRequest& request, const char*
 const Kernel& select_first(const host::KernelRequest& request, const char* operation, const char* what);
 
 // A kernel for few rows over many keys to use instead of `otherwise`, the choice of select_varlen_forward, if it is
-// faster; an empty choice otherwise.
-Choice select_chunk(const VarlenSelectorInput& input, const Kernel& otherwise);
+// faster; an empty plan otherwise.
+KernelPlan select_chunk(const VarlenSelectorInput& input, const Kernel& otherwise);
 // Returns whether a dense problem with few rows is faster on the ragged kernels, which fold the query heads that share
-// keys into the rows of one tile, than on `chosen`, the choice of select_forward. If true, the ragged kernels can run
+// keys into the rows of one tile, than on `plan`, the plan of select_forward. If true, the ragged kernels can run
 // it.
-bool prefers_folded_rows(const SelectorInput& dense, const Choice& chosen);
+bool prefers_folded_rows(const SelectorInput& dense, const KernelPlan& plan);
 // Estimated time of a dense kernel in microseconds on an H100, from the cost in its table row, for GPUs that run the
 // sm90 kernels; infinite if the row has no cost.
 double forward_microseconds(const SelectorInput& input, const Kernel& kernel, int64_t splits);
@@ -158,7 +162,7 @@ const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t
 const Kernel* select_decoding(const SelectorInput& input);
 
 // Throws host::refuse() if no kernel can run the problem.
-Choice select_forward(const SelectorInput& input);
+KernelPlan select_forward(const SelectorInput& input);
 
 // The best family with both kernels; empty if this GPU or the forced family has no backward kernels.
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim);
@@ -167,7 +171,7 @@ BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, i
 // $FLASHMOE_SPLIT_BACKWARD is 1. is_split_slow: for dropout, whose split kernels are another family's, and for masks.
 bool prefers_fused(const BackwardKernels& kernels, const SelectorInput& problem, bool is_split_slow = false);
 
-// The same for ragged and banded attention. Throws host::refuse() if there are none.
+// The same for ragged and windowed attention. Throws host::refuse() if there are none.
 // head_dim: the larger of the two. has_score_mod: a softcap or a mask tensor; some families have separate kernels for
 // these. ALiBi does not count as one: all families have separate kernels for it. streams_mask: the only score
 // modification is a mask tensor that TMA can load.
@@ -196,8 +200,8 @@ const Kernel& select_scores_sum(const host::KernelRequest& request);
 
 // For a float8_e4m3fn cache: one kernel for any number of rows. Throws host::refuse() if there is none.
 const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim);
-// The chunk kernel for codes that matches `chunk`, a choice for 16-bit elements; empty if there is none.
-Choice select_coded_chunk(const host::KernelRequest& request, const Choice& chunk);
+// The chunk kernel for codes that matches `chunk`, a plan for 16-bit elements; empty if there is none.
+KernelPlan select_coded_chunk(const host::KernelRequest& request, const KernelPlan& chunk);
 // For q, k and v in float8_e4m3fn: the kernel, and the one that runs before it.
 struct Fp8Kernels {
   const Kernel* forward = nullptr;

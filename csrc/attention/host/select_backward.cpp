@@ -18,7 +18,7 @@ constexpr int64_t kMinFusedSlowSplit = 512;
 BackwardKernels select_backward(const host::KernelRequest& request, Mask mask, int32_t head_dim) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+    if (!is_allowed(request, *family)) continue;
     const auto find = [&](const char* operation) {
       return host::find_kernel({operation, *family, "", request.dtype, {head_dim, static_cast<int32_t>(mask)}},
                                axis::kHeadDim, loadable);
@@ -72,7 +72,7 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
   const char* wanted = has_score_mod ? "scores" : values_variant(head_dim, head_dim_v);
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
-    if (request.forced_family != nullptr && std::strcmp(request.forced_family, *family) != 0) continue;
+    if (!is_allowed(request, *family)) continue;
     const auto find_variant = [&](const char* operation, const char* variant) {
       return host::find_kernel({operation, *family, variant, request.dtype, {head_dim}}, axis::kHeadDim, loadable);
     };

@@ -12,8 +12,8 @@ namespace flashmoe::attention {
 namespace {
 
 constexpr const char* kFamily = "sm90";
-constexpr int64_t kMostShares = 32;  // one per lane of the combining warp
-constexpr int64_t kLeastShare = 256;
+constexpr int64_t kMaxSplits = 32;  // one per lane of the combining warp
+constexpr int64_t kMinKeysPerSplit = 256;
 constexpr int64_t kMostPartialBytes = int64_t{1} << 28;
 constexpr int64_t kMostGroup = 64;  // the rows of a warpgroup
 constexpr int64_t kMostRows = int64_t{1} << 24;
@@ -80,8 +80,8 @@ double estimate(const VarlenSelectorInput& input, const Kernel& kernel, int64_t 
   return std::max(longest, std::min(in_rounds, filled)) + extra;
 }
 
-struct TimedChoice {
-  Choice choice;
+struct TimedPlan {
+  KernelPlan plan;
   double microseconds = 0.0;
 };
 
@@ -93,12 +93,12 @@ bool is_decoded_faster(const VarlenSelectorInput& input) {
   return !is_short;
 }
 
-TimedChoice fastest_chunk(const VarlenSelectorInput& input) {
+TimedPlan fastest_chunk(const VarlenSelectorInput& input) {
   const host::KernelRequest& request = input.request;
   if (input.is_consistent || input.is_batch_invariant || input.has_alibi) return {};
   if (input.has_score_functions && input.rows_of_key_head > kMostScoredRows) return {};
   if (input.has_score_functions && input.heads_q == input.heads_kv && input.keys < kLeastScoredKeys) return {};
-  if (request.forced_family != nullptr && std::strcmp(request.forced_family, kFamily) != 0) return {};
+  if (!is_allowed(request, kFamily)) return {};
   if (*values_variant(input.head_dim, input.head_dim_v) != '\0') return {};
   const int64_t group = input.heads_q / input.heads_kv;
   if (group > kMostGroup || input.heads_kv >= kMostKeyHeads || input.longest_rows > kMostRows) return {};
@@ -111,15 +111,15 @@ TimedChoice fastest_chunk(const VarlenSelectorInput& input) {
   const int64_t fold = rows_of_position(group);
   const int64_t rows = input.rows_total == 0 ? input.longest_rows * input.batch : input.rows_total;
   const int64_t partial_bytes = rows * input.heads_q * kernel->axes[axis::kHeadDim] * int64_t{sizeof(float)};
-  const int64_t wanted = input.num_splits > 1 ? std::min(input.num_splits, kMostShares) : kMostShares;
-  TimedChoice best;
+  const int64_t wanted = input.num_splits > 1 ? std::min(input.num_splits, kMaxSplits) : kMaxSplits;
+  TimedPlan best;
   for (int64_t splits = 1; splits <= wanted; ++splits) {
     if (splits > 1 &&
-        (combine == nullptr || input.keys / splits < kLeastShare || splits * partial_bytes > kMostPartialBytes)) {
+        (combine == nullptr || input.keys / splits < kMinKeysPerSplit || splits * partial_bytes > kMostPartialBytes)) {
       break;
     }
     const double time = estimate(input, *kernel, input.heads_kv, fold, splits);
-    if (best.choice.forward != nullptr && time >= best.microseconds) continue;
+    if (best.plan.forward != nullptr && time >= best.microseconds) continue;
     best = {{kernel, splits > 1 ? combine : nullptr, static_cast<int32_t>(splits)}, time};
   }
   return best;
@@ -129,17 +129,17 @@ bool decodes(const Kernel& kernel) { return std::strcmp(kernel.operation, "atten
 
 }  // namespace
 
-Choice select_chunk(const VarlenSelectorInput& input, const Kernel& otherwise) {
+KernelPlan select_chunk(const VarlenSelectorInput& input, const Kernel& otherwise) {
   if (decodes(otherwise) && (input.has_score_functions || is_decoded_faster(input))) return {};
-  const TimedChoice chunk = fastest_chunk(input);
-  if (chunk.choice.forward == nullptr || decodes(otherwise) || input.has_score_functions) return chunk.choice;
+  const TimedPlan chunk = fastest_chunk(input);
+  if (chunk.plan.forward == nullptr || decodes(otherwise) || input.has_score_functions) return chunk.plan;
   // Without a cost (sm80 kernels, for pages that TMA cannot load) there is nothing to compare with.
   if (!otherwise.has_cost) return {};
   const double limit = kMargin * estimate(input, otherwise, input.heads_q, 1, 1);
-  return chunk.microseconds < limit ? chunk.choice : Choice{};
+  return chunk.microseconds < limit ? chunk.plan : KernelPlan{};
 }
 
-bool prefers_folded_rows(const SelectorInput& dense, const Choice& chosen) {
+bool prefers_folded_rows(const SelectorInput& dense, const KernelPlan& plan) {
   // Head dim 128, heads that share no keys: 2 to 8 rows are 9 to 25% faster by decoding; at 64 and 256 from 36% faster
   // to 17% slower.
   constexpr int64_t kUngroupedRows = 8;
@@ -161,10 +161,10 @@ bool prefers_folded_rows(const SelectorInput& dense, const Choice& chosen) {
   input.is_causal = dense.mask == Mask::kCausal;
   if (group == 1) return dense.head_dim > 64 && dense.head_dim <= kWide && dense.seq_q <= kUngroupedRows;
   if (dense.head_dim <= kWide && input.rows_of_key_head <= kDecodingRows && is_decoded_faster(input)) return true;
-  const TimedChoice chunk = fastest_chunk(input);
+  const TimedPlan chunk = fastest_chunk(input);
   const double margin = dense.head_dim > kWide ? kWideDenseMargin : kDenseMargin;
-  return chunk.choice.forward != nullptr &&
-         chunk.microseconds < margin * forward_microseconds(dense, *chosen.forward, chosen.num_splits);
+  return chunk.plan.forward != nullptr &&
+         chunk.microseconds < margin * forward_microseconds(dense, *plan.forward, plan.num_splits);
 }
 
 }  // namespace flashmoe::attention

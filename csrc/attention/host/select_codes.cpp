@@ -1,7 +1,5 @@
 // Kernels for float8_e4m3fn: caches, and attention with q, k and v in 8 bits.
 
-#include <cstring>
-
 #include "attention/host/select.h"
 
 namespace flashmoe::attention {
@@ -10,7 +8,7 @@ const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim) 
   return select_by_head_dim(request, "attention_decode_e4m3", "", head_dim, "a float8_e4m3fn cache");
 }
 
-Choice select_coded_chunk(const host::KernelRequest& request, const Choice& chunk) {
+KernelPlan select_coded_chunk(const host::KernelRequest& request, const KernelPlan& chunk) {
   if (chunk.forward == nullptr) return {};
   const Kernel* kernel = host::find_kernel({"attention_chunk_forward_e4m3",
                                             chunk.forward->family,
@@ -26,9 +24,8 @@ namespace {
 
 Fp8Kernels find_fp8(const host::KernelRequest& request, host::KernelName name, int32_t head_dim) {
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
-  const bool is_allowed = request.forced_family == nullptr || std::strcmp(request.forced_family, "sm90") == 0;
   Fp8Kernels kernels;
-  if (is_allowed) {
+  if (is_allowed(request, "sm90")) {
     kernels.forward = host::find_kernel(name, axis::kHeadDim, loadable);
     kernels.transpose =
         host::find_kernel({"attention_transpose_e4m3", "sm90", "", Dtype::kFloat16, {}}, host::kNoAxis, loadable);

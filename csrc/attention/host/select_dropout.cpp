@@ -1,16 +1,8 @@
-#include <cstring>
 #include <string>
 
 #include "attention/host/select.h"
 
 namespace flashmoe::attention {
-namespace {
-
-bool is_allowed(const host::KernelRequest& request, const char* family) {
-  return request.forced_family == nullptr || std::strcmp(request.forced_family, family) == 0;
-}
-
-}  // namespace
 
 const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t head_dim, bool has_score_mod,
                                      bool has_alibi) {

@@ -1,7 +1,6 @@
 // Decoding with the bits of a prefill: when two kernels, of which the first splits the keys, run a consistent call.
 
 #include <algorithm>
-#include <cstring>
 
 #include "attention/host/select.h"
 #include "attention/params/ordered.h"
@@ -19,7 +18,7 @@ OrderedDecoding select_ordered_decoding(const VarlenSelectorInput& input) {
   constexpr int64_t kMostScores = int64_t{1} << 27;  // half a gigabyte of workspace
   const host::KernelRequest& request = input.request;
   if (!input.is_consistent || input.has_score_functions || input.has_alibi) return {};
-  if (request.forced_family != nullptr && std::strcmp(request.forced_family, kFamily) != 0) return {};
+  if (!is_allowed(request, kFamily)) return {};
   const host::KernelList& loadable = host::loadable_kernels(request.capability);
   const auto find = [&](const char* operation) {
     return host::find_kernel({operation, kFamily, "", request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);

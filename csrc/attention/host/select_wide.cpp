@@ -25,42 +25,43 @@ void refuse_head_dim(const host::KernelRequest& request, const std::string& what
   host::refuse(request, what + (what.empty() ? "" : ", ") + "head_dim " + std::to_string(head_dim));
 }
 
-int64_t value_parts(const Kernel& kernel) {
+int64_t num_value_slices(const Kernel& kernel) {
   if (kernel.num_tensor_maps == 0 || kernel.axes[axis::kHeadDim] <= kMaxDenseHeadDim) return 1;
   return kernel.axes[axis::kHeadDim] / kMaxDenseHeadDim;
 }
 
-bool serves_wide(const VarlenSelectorInput& input, const Kernel& kernel) {
+bool supports_wide(const VarlenSelectorInput& input, const Kernel& kernel) {
   constexpr int64_t kMostFewRows = 64;  // up to here tiles with half the rows, or with split keys, run
-  if (value_parts(kernel) == 1) return true;
+  if (num_value_slices(kernel) == 1) return true;
   return input.rows > kMostFewRows && !input.has_score_functions && !input.is_consistent && !input.is_batch_invariant;
 }
 
-const Kernel* find_divided(const VarlenSelectorInput& input, const Kernel& standard, const host::KernelList& loadable) {
+const Kernel* find_split_kernel(const VarlenSelectorInput& input, const Kernel& standard,
+                                const host::KernelList& loadable) {
   // Some ragged rows may belong to no sequence, and the second pass would write them.
   if (input.is_consistent || input.has_alibi || input.rows_total != 0) return nullptr;
-  const Kernel* divided = host::find_kernel(
+  const Kernel* split_kernel = host::find_kernel(
       {standard.operation, standard.family, "split", input.request.dtype, {input.head_dim}}, axis::kHeadDim, loadable);
-  if (divided == nullptr || divided->axes[axis::kHeadDim] != standard.axes[axis::kHeadDim]) return nullptr;
-  if (input.rows <= divided->block_m) return divided;
+  if (split_kernel == nullptr || split_kernel->axes[axis::kHeadDim] != standard.axes[axis::kHeadDim]) return nullptr;
+  if (input.rows <= split_kernel->block_m) return split_kernel;
   // With more rows, several of its tiles each read the keys; worthwhile if the standard tiles would leave most of the
   // GPU idle.
   constexpr int64_t kMinKeys = 1024;
   const bool is_idle = 4 * tiles_of(input, standard) <= input.request.num_multiprocessors;
-  return !input.is_batch_invariant && input.rows <= standard.block_m && input.keys >= kMinKeys && is_idle ? divided
+  return !input.is_batch_invariant && input.rows <= standard.block_m && input.keys >= kMinKeys && is_idle ? split_kernel
                                                                                                           : nullptr;
 }
 
-Division divide_keys(const VarlenSelectorInput& input, const Kernel& kernel) {
+SplitPlan plan_split(const VarlenSelectorInput& input, const Kernel& kernel) {
   if (std::string(kernel.variant) != "split") return {};
-  Division division;
-  division.combine = find_combine(input.request, input.head_dim_v);
-  if (division.combine == nullptr) refuse_head_dim(input.request, "the sum of partial results", input.head_dim_v);
-  if (input.is_batch_invariant) return division;
+  SplitPlan split_plan;
+  split_plan.combine = find_combine(input.request, input.head_dim_v);
+  if (split_plan.combine == nullptr) refuse_head_dim(input.request, "the sum of partial results", input.head_dim_v);
+  if (input.is_batch_invariant) return split_plan;
   const int64_t by_machine = input.request.num_multiprocessors * kernel.min_blocks / tiles_of(input, kernel);
   const int64_t by_keys = input.keys / kMinKeysPerSplit;
-  division.num_splits = static_cast<int32_t>(std::max<int64_t>(1, std::min({by_machine, by_keys, kMaxSplits})));
-  return division;
+  split_plan.num_splits = static_cast<int32_t>(std::max<int64_t>(1, std::min({by_machine, by_keys, kMaxSplits})));
+  return split_plan;
 }
 
 }  // namespace flashmoe::attention

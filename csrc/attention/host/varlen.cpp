@@ -1,4 +1,4 @@
-// The forward pass of ragged, paged and banded attention on a GPU. Nothing here reads device memory: the kernels read
+// The forward pass of ragged, paged and windowed attention on a GPU. Nothing here reads device memory: the kernels read
 // lengths, offsets and page numbers, and grids are sized for the largest possible batch.
 
 #include "attention/host/varlen.h"
@@ -58,7 +58,7 @@ VarlenArguments loadable_arguments(const VarlenArguments& arguments, const Kerne
 
 // `launched`: params, or a block that begins with them.
 void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall& call, const void* launched) {
-  const int64_t tiles = most_row_blocks(params, kernel.block_m) * params.heads_q * value_parts(kernel);
+  const int64_t tiles = most_row_blocks(params, kernel.block_m) * params.heads_q * num_value_slices(kernel);
   const int64_t grid = host::grid_for(kernel, tiles, call.gpu);
   host::TileCounter counter;
   if (tiles > grid) {
@@ -120,10 +120,25 @@ bool adds_up_early(int64_t blocks, int64_t grid, const host::Device& gpu) {
          std::min(kResident, ceil_div(blocks, free)) <= 2 * ceil_div(blocks, int64_t{gpu.num_multiprocessors});
 }
 
-// Memory for params.num_splits partial results of `rows` rows, which a second pass reduces.
-host::Workspace allocate_partials(ForwardParams& params, int64_t rows, const host::CudaCall& call) {
+// Runs the splits of each tile, then the combine kernel. Rows are dense.
+void run_split(ForwardParams& params, const Kernel& kernel, const SplitPlan& split_plan, const host::CudaCall& call) {
+  params.num_splits = split_plan.num_splits;
+  const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
+  const host::Workspace partials = allocate_partials(params, rows, params.head_dim_v, call);
+  ForwardParams sums = params;
+  sums.head_dim = params.head_dim_v;
+  const int64_t grid = most_row_blocks(params, kernel.block_m) * params.heads_q * params.num_splits;
+  host::LaunchList list;
+  list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/false});
+  list.add({split_plan.combine, ceil_div(rows, split_plan.combine->block_m), &sums, nullptr, /*is_dependent=*/true});
+  list.run(call);
+}
+
+}  // namespace
+
+host::Workspace allocate_partials(ForwardParams& params, int64_t rows, int64_t columns, const host::CudaCall& call) {
   host::Workspace partials;
-  const int64_t out = partials.add<float>(params.num_splits * rows * params.head_dim_v);
+  const int64_t out = partials.add<float>(params.num_splits * rows * columns);
   const int64_t lse = partials.add<float>(params.num_splits * rows);
   partials.allocate(call);
   params.out_partial = partials.address<float>(out);
@@ -131,29 +146,13 @@ host::Workspace allocate_partials(ForwardParams& params, int64_t rows, const hos
   return partials;
 }
 
-// Runs the splits of each tile, then the combine kernel. Rows are dense.
-void run_divided(ForwardParams& params, const Kernel& kernel, const Division& division, const host::CudaCall& call) {
-  params.num_splits = division.num_splits;
-  const int64_t rows = static_cast<int64_t>(params.batch) * params.heads_q * params.seq_q;
-  const host::Workspace partials = allocate_partials(params, rows, call);
-  ForwardParams sums = params;
-  sums.head_dim = params.head_dim_v;
-  const int64_t grid = most_row_blocks(params, kernel.block_m) * params.heads_q * params.num_splits;
-  host::LaunchList list;
-  list.add({&kernel, grid, &params, nullptr, /*is_dependent=*/false});
-  list.add({division.combine, ceil_div(rows, division.combine->block_m), &sums, nullptr, /*is_dependent=*/true});
-  list.run(call);
-}
-
-}  // namespace
-
 // Few rows over many keys. The heads of a position are rows of a tile; the kernel and its tensor maps arrange that.
 // With num_splits above 1 its results are partial, with rows numbered like those of the log-sum-exp: for the combine
 // kernel, ragged rows are one sequence.
-void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall& call,
+void run_chunk(ForwardParams& params, const KernelPlan& plan, const host::CudaCall& call,
                const E4m3ForwardParams* codes) {
-  const Kernel& kernel = *choice.forward;
-  params.num_splits = choice.num_splits;
+  const Kernel& kernel = *plan.forward;
+  params.num_splits = plan.num_splits;
   int32_t fold = 1;
   while (fold < params.heads_q / params.heads_kv) fold *= 2;
   const int64_t tiles = most_row_blocks(params, kernel.block_m / fold) * params.heads_kv * params.num_splits;
@@ -170,9 +169,9 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   const int64_t rows = (is_ragged ? int64_t{1} : params.batch) * params.heads_q * rows_of_head;
   host::Workspace partials;
   int64_t combine_grid = 0;
-  if (choice.combine != nullptr) {
-    partials = allocate_partials(params, rows, call);
-    combine_grid = ceil_div(rows, choice.combine->block_m);
+  if (plan.combine != nullptr) {
+    partials = allocate_partials(params, rows, params.head_dim_v, call);
+    combine_grid = ceil_div(rows, plan.combine->block_m);
     if (adds_up_early(combine_grid, grid, call.gpu)) params.hints += sm90::kStartsNext;
   }
   const sm90::ChunkTensorMaps described = codes == nullptr ? sm90::chunk_tensor_maps(params, kernel.block_n)
@@ -182,49 +181,49 @@ void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall
   const void* launched = codes == nullptr ? static_cast<const void*>(&params) : codes;
   list.add({&kernel, grid, launched, maps.data(), /*is_dependent=*/true});
   ForwardParams whole = params;
-  if (choice.combine != nullptr) {
+  if (plan.combine != nullptr) {
     whole.batch = is_ragged ? 1 : params.batch;
     whole.seq_q = rows_of_head;
     whole.head_dim = params.head_dim_v;
-    list.add({choice.combine, combine_grid, &whole, nullptr, /*is_dependent=*/true});
+    list.add({plan.combine, combine_grid, &whole, nullptr, /*is_dependent=*/true});
   }
   list.run(call);
 }
 
 namespace {
 
-void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
+void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const VarlenPlan& plan,
          const host::Device& gpu) {
-  const Kernel& kernel = *chosen.kernel;
-  const bool is_decoding = chosen.is_decoding;
+  const Kernel& kernel = *plan.kernel;
+  const bool is_decoding = plan.is_decoding;
   ForwardParams params = make_varlen_params(arguments, outputs);
   const host::CudaCall call(gpu);
   // ALiBi does not fold: each row of folded heads would have its own slope.
   if (is_decoding) {
     params.score_options.folded_heads = params.heads_q / params.heads_kv;
-  } else if (chosen.chunk.forward == nullptr && has_one_row_each(arguments) && !has_alibi(arguments) &&
+  } else if (plan.chunk.forward == nullptr && has_one_row_each(arguments) && !has_alibi(arguments) &&
              !arguments.has_dropout()) {
     fold_heads(params);
   }
   if (arguments.has_dropout()) {
     DropoutForwardParams dropped{params, make_dropout(arguments)};
     run_tiles(dropped.forward, kernel, call, &dropped);
-  } else if (chosen.ordered.values != nullptr) {
-    run_ordered_decoding(params, chosen.ordered, call);
-  } else if (chosen.chunk.forward != nullptr) {
-    run_chunk(params, chosen.chunk, call, /*codes=*/nullptr);
+  } else if (plan.ordered.values != nullptr) {
+    run_ordered_decoding(params, plan.ordered, call);
+  } else if (plan.chunk.forward != nullptr) {
+    run_chunk(params, plan.chunk, call, /*codes=*/nullptr);
   } else if (is_decoding) {
     run_decoding(params, kernel, arguments.num_splits, call);
-  } else if (chosen.division.combine != nullptr) {
-    run_divided(params, kernel, chosen.division, call);
+  } else if (plan.split_plan.combine != nullptr) {
+    run_split(params, kernel, plan.split_plan, call);
   } else {
     ForwardParams few = params;
-    if (chosen.leaves_short) params.num_splits = -static_cast<int32_t>(kMaxDecodingRows);
+    if (plan.skips_short_seqs) params.num_splits = -static_cast<int32_t>(kMaxDecodingRows);
     run_tiles(params, kernel, call, &params);
-    if (chosen.of_short != nullptr) {
+    if (plan.short_seq_kernel != nullptr) {
       few.seq_q = static_cast<int32_t>(kMaxDecodingRows);
       few.score_options.folded_heads = few.heads_q / few.heads_kv;
-      run_decoding(few, *chosen.of_short, /*num_splits=*/-1, call);
+      run_decoding(few, *plan.short_seq_kernel, /*num_splits=*/-1, call);
     }
   }
   host::set_last_kernel(kernel.symbol);
@@ -267,7 +266,7 @@ VarlenSelectorInput selector_input(const VarlenArguments& arguments, const host:
 
 }  // namespace
 
-Chosen choose_varlen(const VarlenArguments& arguments, const host::Device& gpu) {
+VarlenPlan choose_varlen(const VarlenArguments& arguments, const host::Device& gpu) {
   const VarlenSelectorInput input = selector_input(arguments, gpu);
   if (arguments.has_dropout()) {
     const bool alibi = has_alibi(arguments);
@@ -277,20 +276,20 @@ Chosen choose_varlen(const VarlenArguments& arguments, const host::Device& gpu) 
   const OrderedDecoding ordered = select_ordered_decoding(input);
   if (ordered.values != nullptr) return {ordered, ordered.values, true};
   const Kernel* kernel = select_varlen_forward(input);
-  const Choice chunk = select_chunk(input, *kernel);
+  const KernelPlan chunk = select_chunk(input, *kernel);
   if (chunk.forward != nullptr) return {{}, chunk.forward, false, {}, chunk};
   const bool may_stream = arguments.num_splits == 0 && !input.is_consistent && streams_mask(arguments);
   const Kernel* streaming = may_stream ? find_mask_forward(input, *kernel) : nullptr;
   if (streaming != nullptr) return {{}, streaming, false};
   const auto decodes = [](const Kernel* found) { return std::strcmp(found->operation, "attention_decode") == 0; };
-  const Kernel* of_short = nullptr;
+  const Kernel* short_seq_kernel = nullptr;
   if (input.is_batch_invariant && input.rows_total > 0 && !decodes(kernel)) {
     VarlenSelectorInput few = input;
     few.rows = kMaxDecodingRows;
-    of_short = select_varlen_forward(few);
-    if (!decodes(of_short)) of_short = nullptr;
+    short_seq_kernel = select_varlen_forward(few);
+    if (!decodes(short_seq_kernel)) short_seq_kernel = nullptr;
   }
-  return {{}, kernel, decodes(kernel), divide_keys(input, *kernel), {}, of_short, of_short != nullptr};
+  return {{}, kernel, decodes(kernel), plan_split(input, *kernel), {}, short_seq_kernel, short_seq_kernel != nullptr};
 }
 
 void fill_without_keys(const ForwardOutputs& outputs, const Tensor& sinks, const host::Device& gpu) {
@@ -325,14 +324,14 @@ void fold_heads(ForwardParams& params) {
     stride->row = stride->head;
     stride->head *= group;
   }
-  ScoreOptions& band = params.score_options;
-  band.mask_stride_row = band.mask_stride_head;
-  band.mask_stride_head *= group;
-  band.folded_heads = group;
+  ScoreOptions& options = params.score_options;
+  options.mask_stride_row = options.mask_stride_head;
+  options.mask_stride_head *= group;
+  options.folded_heads = group;
   params.heads_q = params.heads_kv;
 }
 
-void describe_as_band(ForwardParams& params) {
+void describe_as_varlen(ForwardParams& params) {
   params.head_dim_v = params.head_dim;
   params.sequences = Batch{};
   params.score_options = ScoreOptions{};
@@ -449,21 +448,21 @@ void forward_varlen_cuda(const VarlenArguments& arguments, const ForwardOutputs&
   run_varlen(arguments, outputs, choose_varlen(arguments, gpu), gpu);
 }
 
-void run_varlen(const VarlenArguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
+void run_varlen(const VarlenArguments& arguments, const ForwardOutputs& outputs, const VarlenPlan& plan,
                 const host::Device& gpu) {
-  const Kernel& kernel = *chosen.kernel;
-  const bool is_whole = arguments.head_dim_v() % host::kRowAlignElements == 0;
-  if (is_whole && !is_streaming(kernel) && host::is_loadable(arguments.q, kernel) &&
+  const Kernel& kernel = *plan.kernel;
+  const bool is_aligned = arguments.head_dim_v() % host::kRowAlignElements == 0;
+  if (is_aligned && !is_streaming(kernel) && host::is_loadable(arguments.q, kernel) &&
       host::is_loadable(arguments.k, kernel) && host::is_loadable(arguments.v, kernel)) {
-    run(arguments, outputs, chosen, gpu);
+    run(arguments, outputs, plan, gpu);
     return;
   }
   const VarlenArguments copied = loadable_arguments(arguments, kernel);
   ForwardOutputs padded;
-  padded.out = is_whole ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
+  padded.out = is_aligned ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
   if (VarlenArguments::has(outputs.lse)) padded.lse = host::alias(outputs.lse);
-  run(copied, padded, chosen, gpu);
-  if (!is_whole) host::copy_unpadded(padded.out, outputs.out);
+  run(copied, padded, plan, gpu);
+  if (!is_aligned) host::copy_unpadded(padded.out, outputs.out);
 }
 
 }  // namespace flashmoe::attention

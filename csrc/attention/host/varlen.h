@@ -1,10 +1,11 @@
-// Turns the arguments of ragged, paged and banded attention into kernel launches.
+// Turns the arguments of ragged, paged and windowed attention into kernel launches.
 #pragma once
 
 #include "attention/host/select.h"
 #include "attention/host/varlen_arguments.h"
 #include "attention/params/e4m3.h"
 #include "host/driver.h"
+#include "host/workspace.h"
 
 namespace flashmoe::attention {
 
@@ -22,9 +23,11 @@ void forward_as_ragged(const ForwardArguments& arguments, const ForwardOutputs& 
 // (ScoreOptions::folded_heads), so that their keys are read once.
 void fold_heads(ForwardParams& params);
 
-// The params that a decoding kernel reads and the dense kernels do not: a band that hides nothing, all sequences of
+// The params that a decoding kernel reads and the dense kernels do not: a window that hides nothing, all sequences of
 // equal length.
-void describe_as_band(ForwardParams& params);
+void describe_as_varlen(ForwardParams& params);
+// Memory for params.num_splits partial results of `rows` rows of `columns` columns, which a second pass reduces.
+host::Workspace allocate_partials(ForwardParams& params, int64_t rows, int64_t columns, const host::CudaCall& call);
 
 // A decoding kernel splits all key tiles evenly over its blocks, and itself combines the items that several blocks
 // share (csrc/attention/decode/). num_splits: 0: the kernel chooses; 1: nothing is shared, and a row's result is the
@@ -36,26 +39,27 @@ void run_decoding(ForwardParams& params, const Kernel& kernel, int64_t num_split
 void run_ordered_decoding(ForwardParams& params, const OrderedDecoding& kernels, const host::CudaCall& call);
 
 // The kernels that run a call: two, or one.
-struct Chosen {
+struct VarlenPlan {
   OrderedDecoding ordered;
   const Kernel* kernel;  // its requirements on tensors are those of the call
   bool is_decoding;
-  Division division{};
-  Choice chunk{};  // its first kernel is then `kernel`
+  SplitPlan split_plan{};
+  KernelPlan chunk{};  // its first kernel is then `kernel`
   // For a batch whose bits must not depend on its longest sequence: the decoding kernel for the short sequences, which
   // on their own would be decoded.
-  const Kernel* of_short = nullptr;
-  bool leaves_short = false;  // run_tiles skips the short ones: of_short or the caller computes them
+  const Kernel* short_seq_kernel = nullptr;
+  bool skips_short_seqs = false;  // run_tiles skips the short ones: short_seq_kernel or the caller computes them
 };
 // Depends only on sizes and options; the contents of q, k and v are not read.
-Chosen choose_varlen(const VarlenArguments& arguments, const host::Device& gpu);
-// Needs at least one key, and any layout that has the sizes `chosen` was chosen for.
-void run_varlen(const VarlenArguments& arguments, const ForwardOutputs& outputs, const Chosen& chosen,
+VarlenPlan choose_varlen(const VarlenArguments& arguments, const host::Device& gpu);
+// Needs at least one key, and any layout that has the sizes that `plan` was made for.
+void run_varlen(const VarlenArguments& arguments, const ForwardOutputs& outputs, const VarlenPlan& plan,
                 const host::Device& gpu);
 
 // Launches a chunk kernel. `codes`: the parameter block that `params` is part of, if the cache holds codes; null:
 // elements.
-void run_chunk(ForwardParams& params, const Choice& choice, const host::CudaCall& call, const E4m3ForwardParams* codes);
+void run_chunk(ForwardParams& params, const KernelPlan& plan, const host::CudaCall& call,
+               const E4m3ForwardParams* codes);
 
 // The most row blocks of all sequences together, per head; the lengths are in device memory.
 int64_t most_row_blocks(const ForwardParams& params, int64_t block_m);

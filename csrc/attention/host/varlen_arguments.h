@@ -1,4 +1,4 @@
-// Checks of the arguments of ragged, paged and banded attention, and the parameter blocks made from them. arguments.h
+// Checks of the arguments of ragged, paged and windowed attention, and the parameter blocks made from them. arguments.h
 // does the same for the dense operators.
 //
 // Layouts. Rows (q, out) are dense, [batch, heads_q, rows, head_dim], or ragged, [rows_total, heads_q, head_dim] with

@@ -14,8 +14,6 @@
 namespace flashmoe::attention {
 namespace {
 
-constexpr double kLog2E = 1.4426950408889634;
-
 bool is_usable(double scale) { return static_cast<float>(scale) >= std::numeric_limits<float>::min(); }
 
 int32_t window_side(int64_t side) { return side < 0 || side >= kUnbounded ? kUnbounded : static_cast<int32_t>(side); }
@@ -42,33 +40,33 @@ Batch make_batch(const VarlenArguments& arguments) {
   return batch;
 }
 
-ScoreOptions make_band(const VarlenArguments& arguments) {
-  ScoreOptions band{};
-  band.left = window_side(arguments.window_left);
-  band.right = window_side(arguments.window_right);
+ScoreOptions make_score_options(const VarlenArguments& arguments) {
+  ScoreOptions options{};
+  options.left = window_side(arguments.window_left);
+  options.right = window_side(arguments.window_right);
   const bool is_capped = has_softcap(arguments);
-  band.score_factor = is_capped ? static_cast<float>(arguments.scale / arguments.softcap) : 0.0F;
-  band.mask_factor = static_cast<float>(1.0 / (is_capped ? arguments.softcap : arguments.scale));
-  if (VarlenArguments::has(arguments.sinks)) band.sinks = static_cast<const float*>(arguments.sinks.data());
+  options.score_factor = is_capped ? static_cast<float>(arguments.scale / arguments.softcap) : 0.0F;
+  options.mask_factor = static_cast<float>(1.0 / (is_capped ? arguments.softcap : arguments.scale));
+  if (VarlenArguments::has(arguments.sinks)) options.sinks = static_cast<const float*>(arguments.sinks.data());
   if (VarlenArguments::has(arguments.mask)) {
     const int64_t* strides = arguments.mask.strides();
-    band.mask = arguments.mask.data();
+    options.mask = arguments.mask.data();
     if (has_alibi(arguments)) {
-      band.mask_stride_batch = strides[0];
-      band.mask_stride_head = strides[1];
-      band.mask_type = MaskTensor::kAlibi;
+      options.mask_stride_batch = strides[0];
+      options.mask_stride_head = strides[1];
+      options.mask_type = MaskTensor::kAlibi;
     } else {
       const int64_t* sizes = arguments.mask.sizes();
       const auto stride = [&](int axis) { return sizes[axis] == 1 ? 0 : strides[axis]; };
-      band.mask_stride_batch = stride(0);
-      band.mask_stride_head = stride(1);
-      band.mask_stride_row = stride(2);
-      band.mask_stride_key = stride(3);
-      band.mask_type = is_bool(arguments.mask) ? MaskTensor::kBool : MaskTensor::kAdditive;
+      options.mask_stride_batch = stride(0);
+      options.mask_stride_head = stride(1);
+      options.mask_stride_row = stride(2);
+      options.mask_stride_key = stride(3);
+      options.mask_type = is_bool(arguments.mask) ? MaskTensor::kBool : MaskTensor::kAdditive;
     }
   }
-  band.folded_heads = 1;
-  return band;
+  options.folded_heads = 1;
+  return options;
 }
 
 // The distinct matrices of rows and keys in a mask: sequences and heads that share one count once.
@@ -213,7 +211,7 @@ ForwardParams make_varlen_params(const VarlenArguments& arguments, const Forward
   params.scale_log2 = static_cast<float>((has_softcap(arguments) ? arguments.softcap : arguments.scale) * kLog2E);
   params.is_consistent = arguments.is_consistent() ? 1 : 0;
   params.sequences = make_batch(arguments);
-  params.score_options = make_band(arguments);
+  params.score_options = make_score_options(arguments);
   return params;
 }
 

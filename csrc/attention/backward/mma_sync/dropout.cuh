@@ -25,7 +25,7 @@ struct TileDropout<Spec, true> {
   __device__ __forceinline__ void drop(Scores<Spec>& gradients, int row, int first_key) const {
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
-      visit_by_query<Spec::kMmaN * 8>(of_head, row + m * 16, first_key, [&](int n, int half, KeptPair pair) {
+      for_each_pair<Spec::kMmaN * 8>(of_head, row + m * 16, first_key, [&](int n, int half, KeptPair pair) {
         drop_gradient(gradients[m][n], half, pair);
       });
     }
@@ -38,8 +38,8 @@ struct TileDropout<Spec, true> {
     own.head = static_cast<uint32_t>(head);
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
-      visit_by_key<Spec::kMmaN * 8>(own, first_row, key + m * 16,
-                                    [&](int n, int half, KeptPair pair) { visit(m, n, half, pair); });
+      for_each_pair_transposed<Spec::kMmaN * 8>(own, first_row, key + m * 16,
+                                                [&](int n, int half, KeptPair pair) { visit(m, n, half, pair); });
     }
   }
   __device__ __forceinline__ void drop_gradient(float (&gradients)[4], int half, KeptPair pair) const {

@@ -41,7 +41,7 @@ __device__ __forceinline__ bool is_whole_end(const BackwardParams& params, const
 }
 
 template <typename Spec>
-__device__ __forceinline__ bool is_whole_end(const BackwardParams&, const OwnTile&, int, int) {
+__device__ __forceinline__ bool is_whole_end(const BackwardParams&, const DenseTile&, int, int) {
   return true;
 }
 
@@ -96,7 +96,7 @@ __device__ __forceinline__ void weigh_keys(const BackwardParams& params, Scores<
     float lse_log2[Spec::kMmaN][2];
 #pragma unroll
     for (int n = 0; n < Spec::kMmaN; ++n) load_columns(lse_log2[n], lse_smem, n);
-    score_mod.weigh_rows(params, scores, operand, lse_log2, tile, key, first_row);
+    score_mod.apply_softmax_rows(params, scores, operand, lse_log2, tile, key, first_row);
   } else {
     key_weights<Spec, kMask, kIsFull>(params, scores, lse_smem, tile, key, first_row);
     make_operand<Spec>(operand, scores);
@@ -150,7 +150,7 @@ __device__ __forceinline__ bool sum_over_queries(const BackwardParams& params, G
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if constexpr (kMask == MaskKind::kRuntime) {
     if (tile.batch < 0) {
-      if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
+      if (tile.batch == kClearsStrays) clear_unowned_rows<Spec>(params, tile);
       return false;
     }
   }
@@ -289,7 +289,7 @@ __device__ __forceinline__ bool sum_both_over_queries(const BackwardParams& para
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if constexpr (kMask == MaskKind::kRuntime) {
     if (tile.batch < 0) {
-      if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
+      if (tile.batch == kClearsStrays) clear_unowned_rows<Spec>(params, tile);
       return false;
     }
   }

@@ -181,7 +181,7 @@ __device__ __forceinline__ bool sum_over_keys(const BackwardParams& params, Grad
   const MaskTile<kMask> tile = locate_tile<Spec, kMask>(params);
   if constexpr (kMask == MaskKind::kRuntime) {
     if (tile.batch < 0) {
-      if (tile.batch == kClearsStrays) clear_strays<Spec>(params, tile);
+      if (tile.batch == kClearsStrays) clear_unowned_rows<Spec>(params, tile);
       return false;
     }
   }

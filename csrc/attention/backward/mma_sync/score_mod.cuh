@@ -44,15 +44,15 @@ struct ScoreModWeights<Spec, true> {
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
       uint32_t unused[kScorePairs<Spec>];
-      weigh<false>(
+      apply_softmax<false>(
           params, scores, m, unused, sees_all, row, first_key, [&](int i) { return lse_log2[m][i / 2 % 2]; }, keys_of);
     }
   }
 
   // dk and dv: the same for S^T; operand gets P^T without the derivative. lse_log2: of the thread's columns.
-  __device__ __forceinline__ void weigh_rows(const BackwardParams& params, Scores<Spec>& scores, Operand<Spec>& operand,
-                                             const float (&lse_log2)[Spec::kMmaN][2], const VarlenTile& tile, int key,
-                                             int first_row) const {
+  __device__ __forceinline__ void apply_softmax_rows(const BackwardParams& params, Scores<Spec>& scores,
+                                                     Operand<Spec>& operand, const float (&lse_log2)[Spec::kMmaN][2],
+                                                     const VarlenTile& tile, int key, int first_row) const {
     const auto rows_of = [&](int own_key) { return visible_rows<MaskKind::kRuntime>(params, tile.extents, own_key); };
     const bool sees_all = key + Spec::kWarpRows <= tile.extents.keys() &&
                           rows_of(key + Spec::kWarpRows - 1).begin <= first_row &&
@@ -60,7 +60,7 @@ struct ScoreModWeights<Spec, true> {
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
       uint32_t packed[kScorePairs<Spec>];
-      weigh<true>(
+      apply_softmax<true>(
           params, scores, m, packed, sees_all, key, first_row, [&](int i) { return lse_log2[i / 4][i % 2]; }, rows_of);
 #pragma unroll
       for (int i = 0; i < kScorePairs<Spec>; ++i) operand[i / 4][m][i % 4] = packed[i];
@@ -70,9 +70,9 @@ struct ScoreModWeights<Spec, true> {
  private:
   // see(row): the columns of the sequence that a row of the scores sees.
   template <bool kPacks, typename LseLog2, typename See>
-  __device__ __forceinline__ void weigh(const BackwardParams& params, Scores<Spec>& scores, int m,
-                                        uint32_t (&packed)[kScorePairs<Spec>], bool sees_all, int own, int first,
-                                        LseLog2 lse_log2, See see) const {
+  __device__ __forceinline__ void apply_softmax(const BackwardParams& params, Scores<Spec>& scores, int m,
+                                                uint32_t (&packed)[kScorePairs<Spec>], bool sees_all, int own,
+                                                int first, LseLog2 lse_log2, See see) const {
     float of_rows[2 * kScorePairs<Spec>];
 #pragma unroll
     for (int i = 0; i < 2 * kScorePairs<Spec>; ++i) of_rows[i] = scores[m][i / 4][i % 4];

@@ -14,7 +14,7 @@
 namespace flashmoe::attention::backward::mma_sync {
 
 // Rows `row` to row + kOwnRows - 1 of a head: a query head in the dq kernel, a key head in the dk, dv kernel.
-struct OwnTile {
+struct DenseTile {
   int batch;
   int head;
   int row;
@@ -32,7 +32,7 @@ constexpr int kClearsStrays = -2;  // row: the index of this block's share of th
 
 template <MaskKind kMask>
 struct TileOfMask {
-  using Type = OwnTile;
+  using Type = DenseTile;
 };
 template <>
 struct TileOfMask<MaskKind::kRuntime> {
@@ -41,30 +41,24 @@ struct TileOfMask<MaskKind::kRuntime> {
 template <MaskKind kMask>
 using MaskTile = typename TileOfMask<kMask>::Type;
 
-// The lengths of every sequence of a dense batch, for the mask rule.
-struct Lengths {
-  const BackwardParams& params;
-
-  __device__ __forceinline__ int rows() const { return params.seq_q; }
-  __device__ __forceinline__ int keys() const { return params.seq_k; }
-};
-
-__device__ __forceinline__ Lengths lengths_of(const BackwardParams& params, const OwnTile&) { return Lengths{params}; }
+__device__ __forceinline__ Lengths lengths_of(const BackwardParams& params, const DenseTile&) {
+  return Lengths{params};
+}
 __device__ __forceinline__ const SequenceExtents& lengths_of(const BackwardParams&, const VarlenTile& tile) {
   return tile.extents;
 }
 
 // Rows and keys of a tile's sequence that have a gradient: all that the tensors hold.
-__device__ __forceinline__ int row_room(const BackwardParams& params, const OwnTile&) { return params.seq_q; }
+__device__ __forceinline__ int row_room(const BackwardParams& params, const DenseTile&) { return params.seq_q; }
 __device__ __forceinline__ int row_room(const BackwardParams&, const VarlenTile& tile) { return tile.extents.row_room; }
-__device__ __forceinline__ int key_room(const BackwardParams& params, const OwnTile&) { return params.seq_k; }
+__device__ __forceinline__ int key_room(const BackwardParams& params, const DenseTile&) { return params.seq_k; }
 __device__ __forceinline__ int key_room(const BackwardParams&, const VarlenTile& tile) { return tile.extents.key_room; }
 
 // Elements from the start of a tensor to the first row or key of `head` of a tile's sequence.
-__device__ __forceinline__ int64_t row_offset(const Strides& stride, const OwnTile& tile, int head) {
+__device__ __forceinline__ int64_t row_offset(const Strides& stride, const DenseTile& tile, int head) {
   return tile.batch * stride.batch + head * stride.head;
 }
-__device__ __forceinline__ int64_t key_offset(const Strides& stride, const OwnTile& tile, int head) {
+__device__ __forceinline__ int64_t key_offset(const Strides& stride, const DenseTile& tile, int head) {
   return tile.batch * stride.batch + head * stride.head;
 }
 __device__ __forceinline__ int64_t row_offset(const Strides& stride, const VarlenTile& tile, int head) {
@@ -75,7 +69,7 @@ __device__ __forceinline__ int64_t key_offset(const Strides& stride, const Varle
 }
 
 // The first row of query head `head` of a tile's sequence, among all rows of the log-sum-exp and of row_dot.
-__device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const OwnTile& tile, int head) {
+__device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const DenseTile& tile, int head) {
   return static_cast<int64_t>(tile.batch * params.heads_q + head) * params.seq_q;
 }
 __device__ __forceinline__ int64_t first_statistic(const BackwardParams& params, const VarlenTile& tile, int head) {
@@ -85,25 +79,6 @@ __device__ __forceinline__ int64_t first_statistic(const BackwardParams& params,
 template <MaskKind kMask>
 __device__ __forceinline__ int value_columns(const BackwardParams& params) {
   return kMask == MaskKind::kRuntime ? params.head_dim_v : params.head_dim;
-}
-
-// Keys that query `row` sees.
-template <MaskKind kMask, typename LengthsType>
-__device__ __forceinline__ KeyRange visible_keys(const BackwardParams& params, const LengthsType& lengths, int row) {
-  if constexpr (kMask == MaskKind::kRuntime) return window_keys(params.score_options, lengths, row);
-  if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_k};
-  return KeyRange{0, max(0, min(params.seq_k, diagonal_key(Lengths{params}, row + 1)))};
-}
-
-// Queries that see key `key`. Without a window the last query sees every key. Keys past the last are seen by none.
-template <MaskKind kMask, typename LengthsType>
-__device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, const LengthsType& lengths, int key) {
-  if constexpr (kMask == MaskKind::kRuntime) {
-    if (key >= lengths.keys()) return KeyRange{0, 0};
-    return window_rows(params.score_options, lengths, key);
-  }
-  if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_q};
-  return KeyRange{max(0, diagonal_row(Lengths{params}, key)), params.seq_q};
 }
 
 // Whether a window limits the keys on the left.
@@ -118,7 +93,7 @@ __device__ __forceinline__ int heads_per_key_head(const BackwardParams& params) 
 // Grid: ceil(own rows / kOwnRows) * own heads * batch blocks. Causal: in sections of heads whose streams fit the L2 cache,
 // the tiles with the longest streams first; those are the last rows, or the first keys.
 template <typename Spec, MaskKind kMask>
-__device__ __forceinline__ OwnTile locate_dense_tile(const BackwardParams& params) {
+__device__ __forceinline__ DenseTile locate_dense_tile(const BackwardParams& params) {
   const int group = heads_per_key_head(params);
   const int heads = Spec::kStreamsQueries ? params.heads_kv : params.heads_q;
   const int tiles = ceil_div(Spec::kStreamsQueries ? params.seq_k : params.seq_q, Spec::kOwnRows);
@@ -137,7 +112,7 @@ __device__ __forceinline__ OwnTile locate_dense_tile(const BackwardParams& param
   const int index =
       kMask == MaskKind::kCausal && Spec::kStreamsQueries ? tiles - 1 - scheduled.m_block : scheduled.m_block;
   const int batch = scheduled.head / heads;
-  return OwnTile{batch, scheduled.head - batch * heads, index * Spec::kOwnRows};
+  return DenseTile{batch, scheduled.head - batch * heads, index * Spec::kOwnRows};
 }
 
 // As sequence_extents, but issues all loads before it waits for one.
@@ -193,8 +168,8 @@ __device__ __forceinline__ MaskTile<kMask> locate_tile(const BackwardParams& par
   }
 }
 
-// Writes zeros to this block's share of rows of a head of a gradient; `tile` is that of a block that clears strays.
-// Rows count from the tensor's first.
+// Writes zeros to this block's share of rows of a head of a gradient; `tile` is that of a block that clears unowned
+// rows. Rows count from the tensor's first.
 template <typename Spec>
 __device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, const VarlenTile& tile, int columns,
                                            const Extent& rows) {
@@ -212,8 +187,7 @@ __device__ __forceinline__ void clear_rows(void* tensor, const Strides& stride, 
 }
 // The same for all gradients that the kernel computes.
 template <typename Spec>
-__device__ __forceinline__ void clear_own_rows(const BackwardParams& params, const VarlenTile& tile,
-                                               const Extent& rows) {
+__device__ __forceinline__ void clear_rows(const BackwardParams& params, const VarlenTile& tile, const Extent& rows) {
   if constexpr (Spec::kStreamsQueries) {
     clear_rows<Spec>(params.dk, params.dk_stride, tile, params.head_dim, rows);
     clear_rows<Spec>(params.dv, params.dv_stride, tile, params.head_dim_v, rows);
@@ -228,15 +202,16 @@ __device__ __forceinline__ void clear_own_rows(const BackwardParams& params, con
   }
 }
 
-// Clears strays: in a grid of equal slots no block's tile has the gradients of some rows, which must be zero: those
-// before the first sequence, after the last, and past the maximum length in a sequence that cu_seqlens makes longer.
+// Clears unowned rows: in a grid of equal slots no block's tile has the gradients of some rows, which must be zero:
+// those before the first sequence, after the last, and past the maximum length in a sequence that cu_seqlens makes
+// longer.
 template <typename Spec>
-__device__ __forceinline__ void clear_strays(const BackwardParams& params, const VarlenTile& tile) {
+__device__ __forceinline__ void clear_unowned_rows(const BackwardParams& params, const VarlenTile& tile) {
   constexpr bool kOwnsKeys = Spec::kStreamsQueries;
   const Extent in_front = own_extent<kOwnsKeys>(params, params.batch + 1);
   const Extent behind = own_extent<kOwnsKeys>(params, params.batch);
-  clear_own_rows<Spec>(params, tile, in_front);
-  clear_own_rows<Spec>(params, tile, behind);
+  clear_rows<Spec>(params, tile, in_front);
+  clear_rows<Spec>(params, tile, behind);
   const int most = tiles_of_longest<Spec::kOwnRows, kOwnsKeys>(params) * Spec::kOwnRows;
   const int lane = ptx::lane_index();
 #pragma unroll 1
@@ -244,8 +219,8 @@ __device__ __forceinline__ void clear_strays(const BackwardParams& params, const
     const Extent own = first + lane < params.batch ? own_extent<kOwnsKeys>(params, first + lane) : Extent{0, 0};
     for (uint32_t longer = ptx::vote_ballot(own.length > most); longer != 0; longer &= longer - 1) {
       const int from = ptx::population_count((longer & (0 - longer)) - 1);
-      clear_own_rows<Spec>(params, tile,
-                           {ptx::shuffle_index(own.first, from) + most, ptx::shuffle_index(own.length, from) - most});
+      clear_rows<Spec>(params, tile,
+                       {ptx::shuffle_index(own.first, from) + most, ptx::shuffle_index(own.length, from) - most});
     }
   }
 }

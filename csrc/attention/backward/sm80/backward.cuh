@@ -22,13 +22,13 @@ __device__ __forceinline__ void key_value_gradient(const BackwardParams& params)
 
 template <typename Spec>
 __device__ __forceinline__ void query_gradient_dropout(const DropoutBackwardParams& params) {
-  static_assert(Spec::kHasDropout, "others take BackwardParams");
+  static_assert(Spec::kHasDropout, "kernels without dropout take BackwardParams");
   query_gradient<Spec>(params.backward);
 }
 
 template <typename Spec>
 __device__ __forceinline__ void key_value_gradient_dropout(const DropoutBackwardParams& params) {
-  static_assert(Spec::kHasDropout, "others take BackwardParams");
+  static_assert(Spec::kHasDropout, "kernels without dropout take BackwardParams");
   key_value_gradient<Spec>(params.backward);
 }
 

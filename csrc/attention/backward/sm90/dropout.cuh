@@ -42,9 +42,9 @@ struct BlockDropout<Spec, true> {
   __device__ __forceinline__ BlockDropout(const TileDropout<Spec>& tile, const Coordinates& coordinates) {
     HeadDropout own = tile.of_head;
     own.head = static_cast<uint32_t>(coordinates.head);
-    visit_by_key<Spec::kStreamRows>(own, coordinates.block * Spec::kStreamRows,
-                                    coordinates.first_key + ptx::warp_index() % 4 * 16,
-                                    [&](int n, int half, KeptPair pair) { kept[2 * n + half] = pair; });
+    for_each_pair_transposed<Spec::kStreamRows>(own, coordinates.block * Spec::kStreamRows,
+                                                coordinates.first_key + ptx::warp_index() % 4 * 16,
+                                                [&](int n, int half, KeptPair pair) { kept[2 * n + half] = pair; });
   }
   // P^T; the store of dv applies the scale.
   __device__ __forceinline__ void drop_weights(uint32_t (&packed)[kPairs]) const {

@@ -4,7 +4,7 @@
 // more warps add it to fp32 partials in global memory with TMA reductions. The consumers never wait for another thread
 // block.
 //   before   fused_prepare: row_dot, zeroed semaphores     after   fused_convert: converts the partials to dq
-//   params.dq   [batch, heads_q, ceil(seq_q / 64)] partials of 64 rows, in the order of FusedQueries::hand_over; then
+//   params.dq   [batch, heads_q, ceil(seq_q / 64)] partials of 64 rows, ordered as by FusedQueries::publish_sums; then
 //               one semaphore per partial, the number of tiles that have added to it
 //   grid, maps, counter   as for the dk, dv kernel
 //
@@ -108,7 +108,7 @@ struct FusedQueries {
 
   // Passes the sums to the reducing warp: [kHeadDim / 8][128 threads][4], where thread 32 w + 4 g + t has at j, for the
   // rows 16 w + g and that + 8, the columns 8 j + 2 t and the next.
-  __device__ __forceinline__ void hand_over(const float (&sums)[kSums], int partial, int rank) {
+  __device__ __forceinline__ void publish_sums(const float (&sums)[kSums], int partial, int rank) {
     // Hazard: the reduction of two blocks ago still reads the buffer.
     ptx::mbarrier_wait(shared.sums_empty(at.stage), at.parity ^ 1);
     unsigned char* mine = shared.query_sums(at.stage) + ptx::thread_index() % 128 * 16;
@@ -140,7 +140,7 @@ struct FusedQueries {
       multiply<1>(sums);
     }
     release(shared.scores_empty(at.stage));
-    hand_over(sums, partial, rank);
+    publish_sums(sums, partial, rank);
   }
 
   // dS of the second consumer's keys.
@@ -204,7 +204,7 @@ struct FusedQueries {
             multiply_second(sums);
           }
           release(shared.scores_empty(at.stage));
-          hand_over(sums, partial_at_block, rank);
+          publish_sums(sums, partial_at_block, rank);
         }
       }
     }
@@ -352,7 +352,7 @@ __device__ __forceinline__ void fused_gradient_dropout(const DropoutBackwardPara
                                                        const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                        const ptx::TensorMap& dout_map, const ptx::TensorMap& dk_map,
                                                        const ptx::TensorMap& dv_map) {
-  static_assert(Spec::kHasDropout, "others take BackwardParams");
+  static_assert(Spec::kHasDropout, "kernels without dropout take BackwardParams");
   fused_gradient<Spec>(params.backward, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 

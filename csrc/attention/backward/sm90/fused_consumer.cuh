@@ -86,7 +86,7 @@ struct FusedMemory : SharedMemory<Spec> {
   __device__ __forceinline__ MnMajorOperand score_operand(int buffer) const {
     return {ptx::make_smem_descriptor(scores(buffer).smem, 0, kSwizzleBytes)};
   }
-  // A partial of dq, in the order of FusedQueries::hand_over.
+  // A partial of dq, in the order of FusedQueries::publish_sums.
   __device__ __forceinline__ unsigned char* query_sums(int buffer) const {
     return base + Spec::kQueryOffset + buffer * Spec::kQueryBytes;
   }
@@ -222,8 +222,8 @@ struct BlockMask<Spec, true> {
     lane_smem = shared.mask(stage).slab(consumer) + query * kSlabRowBytes + (chunk ^ (query % 8)) * 16;
   }
   // Turns scores (S^T) into P^T for all keys and queries.
-  __device__ __forceinline__ void weigh(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
-                                        const float (&lse_log2)[Spec::kStreamRows / 4]) const {
+  __device__ __forceinline__ void apply_softmax(const BackwardParams& params, float (&scores)[Spec::kStreamRows / 2],
+                                                const float (&lse_log2)[Spec::kStreamRows / 4]) const {
 #pragma unroll
     for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
       uint32_t values[4];  // for 8 queries the first 8 keys, and the other 8; then for the next 8 queries
@@ -331,7 +331,7 @@ __device__ __forceinline__ void fused_exponentials(const BackwardParams& params,
     }
   }
   if constexpr (Spec::kMaskBytes > 0) {
-    mask.weigh(params, scores, lse_log2);
+    mask.apply_softmax(params, scores, lse_log2);
     if constexpr (kIsMasked) {
       KeyRange visible[2] = {{0, 0}, {0, 0}};
       visible_columns<Spec, kMask>(visible, params, coordinates);
@@ -379,7 +379,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
   const int consumer;  // 0 or 1
   RingPosition<Spec::kFirstStages> at;
   RingPosition<Spec::kFirstStages> used;  // the oldest that has not been released: `at`, or one behind
-  RingPosition<Spec::kQueryBuffers> handed;
+  RingPosition<Spec::kQueryBuffers> published;
 
   __device__ __forceinline__ FusedConsumer(const BackwardParams& params_, const FusedMemory<Spec>& shared_,
                                            int consumer_, const Mask& mask)
@@ -432,11 +432,11 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
   }
 
   // Passes dS^T to the dq warpgroup, once that has finished with the buffer's previous content.
-  __device__ __forceinline__ void hand_scores(const uint32_t (&packed)[Product::kPacked]) {
-    ptx::mbarrier_wait(shared.scores_empty(handed.stage), handed.parity ^ 1);
+  __device__ __forceinline__ void publish_scores(const uint32_t (&packed)[Product::kPacked]) {
+    ptx::mbarrier_wait(shared.scores_empty(published.stage), published.parity ^ 1);
     const int lane = ptx::lane_index();
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
-    unsigned char* row_smem = shared.scores(handed.stage).smem + (consumer * 64 + row) * kSlabRowBytes;
+    unsigned char* row_smem = shared.scores(published.stage).smem + (consumer * 64 + row) * kSlabRowBytes;
 #pragma unroll
     for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
       const uint32_t words[4] = {packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]};
@@ -447,8 +447,8 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
     pass_scores();
   }
   __device__ __forceinline__ void pass_scores() {
-    release(shared.scores_full(handed.stage));
-    handed.advance();
+    release(shared.scores_full(published.stage));
+    published.advance();
   }
 
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
@@ -503,7 +503,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
     dropout.score_gradients(gradients, scores, row_dot);
     pack_operand<Element>(ds_packed, gradients);
     this->put_gradient(shared, at.stage, consumer, ds_packed);
-    hand_scores(ds_packed);
+    publish_scores(ds_packed);
     issue_product<Element, true>(dk, ds_packed, q.mn_major());
     this->sync_gradient(consumer);
     this->store_gradient(shared, at.stage, consumer, coordinates.head, coordinates.block);
@@ -516,7 +516,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
     skip_drawn<Spec>(shared, at);
     at.advance();
     release_used();
-    ptx::mbarrier_wait(shared.scores_empty(handed.stage), handed.parity ^ 1);
+    ptx::mbarrier_wait(shared.scores_empty(published.stage), published.parity ^ 1);
     pass_scores();
   }
 
@@ -529,7 +529,7 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
 
   // Hazard: dK overwrites K while the dq warpgroup still multiplies with it.
   __device__ __forceinline__ void wait_for_query_products() const {
-    RingPosition<Spec::kQueryBuffers> buffer = handed;  // the oldest of all of them
+    RingPosition<Spec::kQueryBuffers> buffer = published;  // the oldest of all of them
 #pragma unroll
     for (int i = 0; i < Spec::kQueryBuffers; ++i) {
       ptx::mbarrier_wait(shared.scores_empty(buffer.stage), buffer.parity ^ 1);

@@ -116,8 +116,8 @@ __device__ __forceinline__ void convert_rows(const Params& params, typename Spec
   }
 }
 
-// One thread block per partial: see FusedQueries::hand_over. Rows that see no key have no sums: zeros are stored. May
-// run while the fused kernel's last tiles run: it converts a partial once all its tiles have added to it.
+// One thread block per partial: see FusedQueries::publish_sums. Rows that see no key have no sums: zeros are stored.
+// May run while the fused kernel's last tiles run: it converts a partial once all its tiles have added to it.
 template <typename Spec>
 __device__ __forceinline__ void fused_convert(const FusedQueryParams& params) {
   using Element = typename Spec::Element;

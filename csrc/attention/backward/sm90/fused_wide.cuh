@@ -38,12 +38,14 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
   const FusedMemory<Spec> shared;
   const int consumer;  // 0 or 1
   RingPosition<Spec::kFirstStages> at;
-  RingPosition<Spec::kFirstStages> used;     // the oldest that has not been released: `at`, or one behind
-  RingPosition<Spec::kQueryBuffers> handed;  // of dS^T, and of the sums
+  RingPosition<Spec::kFirstStages> used;        // the oldest that has not been released: `at`, or one behind
+  RingPosition<Spec::kQueryBuffers> published;  // of dS^T, and of the sums
 
   // Buffer and parity of the sums. With one buffer the parity flips with every block, as the stage does with two.
-  __device__ __forceinline__ int sums_stage() const { return Spec::kSumBuffers == 1 ? 0 : handed.stage; }
-  __device__ __forceinline__ int sums_parity() const { return Spec::kSumBuffers == 1 ? handed.stage : handed.parity; }
+  __device__ __forceinline__ int sums_stage() const { return Spec::kSumBuffers == 1 ? 0 : published.stage; }
+  __device__ __forceinline__ int sums_parity() const {
+    return Spec::kSumBuffers == 1 ? published.stage : published.parity;
+  }
 
   __device__ __forceinline__ WideFusedConsumer(const BackwardParams& params_, const FusedMemory<Spec>& shared_,
                                                int consumer_, const Mask& mask)
@@ -62,7 +64,7 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
   __device__ __forceinline__ void share_scores(const uint32_t (&packed)[Product::kPacked]) {
     const int lane = ptx::recompute(ptx::lane_index());  // no address lives through the loop
     const int row = ptx::warp_index() % 4 * 16 + lane % 16;
-    unsigned char* row_smem = shared.scores(handed.stage).smem + (consumer * 64 + row) * kSlabRowBytes;
+    unsigned char* row_smem = shared.scores(published.stage).smem + (consumer * 64 + row) * kSlabRowBytes;
 #pragma unroll
     for (int step = 0; step < Spec::kStreamRows / 16; ++step) {
       const uint32_t words[4] = {packed[4 * step], packed[4 * step + 1], packed[4 * step + 2], packed[4 * step + 3]};
@@ -70,18 +72,18 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
     }
     // Hazard: the products of dq read dS before it is written and visible to them.
     ptx::fence_proxy_async_shared();
-    release(shared.scores_full(handed.stage));
+    release(shared.scores_full(published.stage));
   }
 
   // Issues sums[64 x 64] = dS[64 x 128] K[128 x 64], for this consumer's columns; asynchronous.
   __device__ __forceinline__ void issue_sums(float (&sums)[kSums]) const {
-    const MnMajorOperand scores = shared.score_operand(handed.stage);
+    const MnMajorOperand scores = shared.score_operand(published.stage);
     const TileKeys<Spec> keys(shared.own_first(0).slab(consumer));
     issue_product<Element, 8>(sums, scores, keys);
   }
 
-  // Passes this consumer's half of a partial to the reducing warp, in the order of FusedQueries::hand_over.
-  __device__ __forceinline__ void hand_over(const float (&sums)[kSums], const BlockCoordinates& coordinates) {
+  // Passes this consumer's half of a partial to the reducing warp, in the order of FusedQueries::publish_sums.
+  __device__ __forceinline__ void publish_sums(const float (&sums)[kSums], const BlockCoordinates& coordinates) {
     // Hazard: the previous sum's reduction still reads the buffer.
     ptx::mbarrier_wait(shared.sums_empty(sums_stage()), sums_parity() ^ 1);
     const int thread = ptx::recompute(ptx::thread_index()) % 128;
@@ -107,7 +109,7 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
   }
   __device__ __forceinline__ void pass() {
     release(shared.sums_full(sums_stage()));
-    handed.advance();
+    published.advance();
   }
 
   __device__ __forceinline__ void step(float (&dk)[Product::kOutputs], float (&dv)[Product::kOutputs],
@@ -153,7 +155,7 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
     share_scores(ds_packed);
     issue_product<Element, true>(dv, p_packed, shared.second(at.stage).mn_major());
     // Hazard: the product reads the other consumer's dS before it is written.
-    ptx::mbarrier_wait(shared.scores_full(handed.stage), handed.parity);
+    ptx::mbarrier_wait(shared.scores_full(published.stage), published.parity);
     float sums[kSums];
     issue_sums(sums);
     issue_product<Element, true>(dk, ds_packed, shared.first(at.stage).mn_major());
@@ -162,7 +164,7 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
     ptx::wgmma_wait<1>();  // dV and dQ
     ptx::wgmma_fence_operands(dv);
     ptx::wgmma_fence_operands(sums);
-    hand_over(sums, coordinates);
+    publish_sums(sums, coordinates);
     at.advance();
   }
 

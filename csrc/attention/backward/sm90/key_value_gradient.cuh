@@ -54,7 +54,7 @@ __device__ __forceinline__ void key_value_gradient_dropout(const DropoutBackward
                                                            const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                                            const ptx::TensorMap& v_map, const ptx::TensorMap& dout_map,
                                                            const ptx::TensorMap& dk_map, const ptx::TensorMap& dv_map) {
-  static_assert(Spec::kHasDropout, "others take BackwardParams");
+  static_assert(Spec::kHasDropout, "kernels without dropout take BackwardParams");
   key_value_gradient<Spec>(params.backward, q_map, k_map, v_map, dout_map, dk_map, dv_map);
 }
 

@@ -102,7 +102,6 @@ struct QueryGradientConsumer {
   }
 
   __device__ __forceinline__ void finish_rows(const RowLoads& loads, const Tile& tile) {
-    constexpr float kLog2e = 1.44269504088896340736f;
     const int lane = ptx::lane_index();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -120,7 +119,7 @@ struct QueryGradientConsumer {
       const bool is_visible = loads.lse[r] != ptx::negative_infinity();
       sum = quad_sum(sum);
       row_dot[r] = is_visible ? sum - loads.dlse[r] : 0.0f;
-      lse_log2[r] = is_visible ? loads.lse[r] * kLog2e : -ptx::negative_infinity();
+      lse_log2[r] = is_visible ? loads.lse[r] * kLog2E : -ptx::negative_infinity();
       const int row = first_row(tile) + ptx::warp_index() % 4 * 16 + lane / 4 + 8 * r;
       if (lane % 4 == 0 && row < row_room(params, tile)) {
         ptx::st_global_float(params.row_dot + row_of_statistics(tile, row), row_dot[r]);
@@ -474,7 +473,7 @@ template <typename Spec>
 __device__ __forceinline__ void query_gradient_dropout(const DropoutBackwardParams& params, const ptx::TensorMap& q_map,
                                                        const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                        const ptx::TensorMap& dout_map, const ptx::TensorMap& dq_map) {
-  static_assert(Spec::kHasDropout, "others take BackwardParams");
+  static_assert(Spec::kHasDropout, "kernels without dropout take BackwardParams");
   query_gradient<Spec>(params.backward, q_map, k_map, v_map, dout_map, dq_map);
 }
 

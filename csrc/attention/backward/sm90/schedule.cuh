@@ -43,14 +43,6 @@ struct TileOfMask<MaskKind::kRuntime> {
 template <MaskKind kMask>
 using MaskTile = typename TileOfMask<kMask>::Type;
 
-// The lengths of every sequence of a dense batch, for the mask rule.
-struct Lengths {
-  const BackwardParams& params;
-
-  __device__ __forceinline__ int rows() const { return params.seq_q; }
-  __device__ __forceinline__ int keys() const { return params.seq_k; }
-};
-
 __device__ __forceinline__ Lengths lengths_of(const BackwardParams& params, const Tile&) { return Lengths{params}; }
 __device__ __forceinline__ const SequenceExtents& lengths_of(const BackwardParams&, const VarlenTile& tile) {
   return tile.extents;
@@ -83,14 +75,6 @@ __device__ __forceinline__ int row_room(const BackwardParams&, const VarlenTile&
 __device__ __forceinline__ int key_room(const BackwardParams& params, const Tile&) { return params.seq_k; }
 __device__ __forceinline__ int key_room(const BackwardParams&, const VarlenTile& tile) { return tile.extents.key_room; }
 
-// Keys visible to query `row`.
-template <MaskKind kMask, typename LengthsType>
-__device__ __forceinline__ KeyRange visible_keys(const BackwardParams& params, const LengthsType& lengths, int row) {
-  if constexpr (kMask == MaskKind::kRuntime) return window_keys(params.score_options, lengths, row);
-  if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_k};
-  return KeyRange{0, maximum(0, minimum(params.seq_k, diagonal_key(Lengths{params}, row + 1)))};
-}
-
 // Blocks of the stream [begin, end); those of [full_begin, full_end) need no mask.
 struct BlockRange {
   int begin;
@@ -111,17 +95,6 @@ __device__ __forceinline__ BlockRange key_blocks(const BackwardParams& params, c
   if constexpr (kMask != MaskKind::kRuntime) return BlockRange{0, 0, first.end / Spec::kStreamRows, end};
   const int begin = minimum(first.begin / Spec::kStreamRows, end - 1);
   return BlockRange{begin, ceil_div(last.begin, Spec::kStreamRows), maximum(begin, first.end / Spec::kStreamRows), end};
-}
-
-// Queries that see key `key`. Without a window the last query sees every key. Keys past the last are seen by none.
-template <MaskKind kMask, typename LengthsType>
-__device__ __forceinline__ KeyRange visible_rows(const BackwardParams& params, const LengthsType& lengths, int key) {
-  if constexpr (kMask == MaskKind::kRuntime) {
-    if (key >= lengths.keys()) return KeyRange{0, 0};
-    return window_rows(params.score_options, lengths, key);
-  }
-  if constexpr (kMask == MaskKind::kFull) return KeyRange{0, params.seq_q};
-  return KeyRange{maximum(0, diagonal_row(Lengths{params}, key)), params.seq_q};
 }
 
 // Query blocks of one head that see some of the keys first_key to end_key - 1; none for keys past the last.

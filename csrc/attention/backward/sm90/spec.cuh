@@ -28,14 +28,14 @@ namespace flashmoe::attention::backward::sm90 {
 //   kIsVarlen        for MaskKind::kRuntime: a tile carries its sequence's extents
 //   kScores          varlen, 1: a softcap or a mask tensor comes before the softmax (kHasScoreMod); 2: a softcap or
 //                    ALiBi
-//   kNarrower        number of columns by which the second pair is narrower than the first
+//   kFewerValueColumns   number of columns by which the second pair is narrower than the first
 template <typename Element_, int kHeadDim_, int kOwnRows_, int kStreamRows_, int kFirstStages_, int kSecondStages_,
           int kNumWarps_, bool kHasStatistics_, bool kSharesRows_, bool kIsPaired_, bool kIsVarlen_, int kScores_,
-          int kNarrower_>
+          int kFewerValueColumns_>
 struct TileSpec {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kValueDim = kHeadDim_ - kNarrower_;  // of V, dO and dv
+  static constexpr int kValueDim = kHeadDim_ - kFewerValueColumns_;  // of V, dO and dv
   static constexpr int kOwnRows = kOwnRows_;
   static constexpr int kStreamRows = kStreamRows_;
   static constexpr int kFirstStages = kFirstStages_;
@@ -66,11 +66,11 @@ struct TileSpec {
 
   static_assert(kHeadDim <= 256, "wgmma takes N <= 256");
   static_assert(kOwnRows % 64 == 0 && kNumConsumers >= 2 && kNumConsumers <= 3, "a warpgroup owns 64 rows");
-  static_assert(!kSharesRows || kOwnRows == 64, "two warpgroups that share their rows");
+  static_assert(!kSharesRows || kOwnRows == 64, "the two warpgroups of a tile own 64 rows");
   static_assert(kStreamRows % 16 == 0 && kStreamRows <= 256, "k of a product is 16, and a box has at most 256 rows");
   static_assert(!kHasStatistics || kStreamRows % 32 == 0, "each lane of a warp fetches the statistics of as many rows");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");
-  static_assert(!kIsPaired || kFirstStages == kSecondStages, "a stage is one of both");
+  static_assert(!kIsPaired || kFirstStages == kSecondStages, "both tensors share a stage");
   static_assert(kFirstStages >= 2, "a block of the first is released once the next block's scores have been issued");
 
   // A consumer that computes dk and dv of 128 columns, or of 64 with lookahead, or dq of 256, needs all available
@@ -111,10 +111,10 @@ struct TileSpec {
 //   kLookahead_   the next block's scores are issued before this block's dS is computed: needs registers for another
 //                 64 x kBlockN
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
-          int kLookahead_, bool kIsVarlen_ = false, int kScores_ = 0, int kNarrower_ = 0>
+          int kLookahead_, bool kIsVarlen_ = false, int kScores_ = 0, int kFewerValueColumns_ = 0>
 struct QueryGradientSpec
     : TileSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kValueStages, kNumWarps, false, false,
-               kLookahead_ == 0 && kNumStages == kValueStages, kIsVarlen_, kScores_, kNarrower_> {
+               kLookahead_ == 0 && kNumStages == kValueStages, kIsVarlen_, kScores_, kFewerValueColumns_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static_assert(!kLookahead || (kNumStages >= 3 && kValueStages >= 2), "K of three blocks is in use at a time");
   static_assert(!kLookahead || kBlockN >= 64, "of a warpgroup's blocks at most two need a mask");
@@ -122,33 +122,35 @@ struct QueryGradientSpec
 
 // A tile of kBlockN keys; blocks of kBlockM rows of Q and dO, kNumStages of each. With kBlockN 64 the warpgroups share
 // the tile.
-//   kLookahead_          as above
+//   kLookahead_          as in QueryGradientSpec
 //   kStartsFromRowDot_   dP starts from -row_dot, and dS = P dP. Head dim 128: causal 5% to 7% faster, full 2% slower;
 //                        head dim 64: up to 4% slower
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead_,
-          int kStartsFromRowDot_, bool kIsVarlen_ = false, int kScores_ = 0, int kNarrower_ = 0>
+          int kStartsFromRowDot_, bool kIsVarlen_ = false, int kScores_ = 0, int kFewerValueColumns_ = 0>
 struct KeyValueGradientSpec : TileSpec<Element, kHeadDim, kBlockN, kBlockM, kNumStages, kNumStages, kNumWarps, true,
-                                       kBlockN == 64, kBlockN != 64, kIsVarlen_, kScores_, kNarrower_> {
+                                       kBlockN == 64, kBlockN != 64, kIsVarlen_, kScores_, kFewerValueColumns_> {
   static constexpr bool kLookahead = kLookahead_ != 0;
   static constexpr bool kStartsFromRowDot = kStartsFromRowDot_ != 0;
   // With dk and dv of a warpgroup's keys there are no registers for both S^T and dP^T: they are computed one after the
   // other.
-  static constexpr bool kIsTight = kBlockN != 64 && 2 * kHeadDim - kNarrower_ > 256;
-  static_assert(!kIsTight || (kStartsFromRowDot && kScores_ == 0), "nor for row_dot, or a mask's values");
-  static_assert(!kStartsFromRowDot || (!kLookahead && kBlockN > 64), "no gain was found there");
+  static constexpr bool kIsTight = kBlockN != 64 && 2 * kHeadDim - kFewerValueColumns_ > 256;
+  static_assert(!kIsTight || (kStartsFromRowDot && kScores_ == 0), "no registers for row_dot or mask values");
+  static_assert(!kStartsFromRowDot || (!kLookahead && kBlockN > 64), "no gain measured with lookahead or 64 keys");
   static_assert(kNumStages >= 2, "a block of dO, too, is released once the next block's scores have been issued");
-  static_assert(!kLookahead || (kNumStages >= 3 && kBlockM >= 64 && kBlockN > 64), "as above");
+  static_assert(!kLookahead || (kNumStages >= 3 && kBlockM >= 64 && kBlockN > 64),
+                "Q of three blocks is in use at a time");
 };
 
 // For MaskKind::kRuntime.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages,
-          int kLookahead, int kScores, int kNarrower>
+          int kLookahead, int kScores, int kFewerValueColumns>
 using VarlenQueryGradientSpec = QueryGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                                  kValueStages, kLookahead, true, kScores, kNarrower>;
+                                                  kValueStages, kLookahead, true, kScores, kFewerValueColumns>;
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kLookahead,
-          int kStartsFromRowDot, int kScores, int kNarrower>
-using VarlenKeyValueGradientSpec = KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps,
-                                                        kLookahead, kStartsFromRowDot, true, kScores, kNarrower>;
+          int kStartsFromRowDot, int kScores, int kFewerValueColumns>
+using VarlenKeyValueGradientSpec =
+    KeyValueGradientSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kLookahead, kStartsFromRowDot,
+                         true, kScores, kFewerValueColumns>;
 
 // The same with dropout: these take DropoutBackwardParams.
 template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStages, int kNumWarps, int kValueStages>
@@ -162,7 +164,7 @@ struct DropoutKeyValueGradientSpec
   static constexpr bool kHasDropout = true;
   static constexpr int kProducerRegisters = 40;  // 128 * (40 + 2 * 232) = 64512
   static constexpr int kConsumerRegisters = 232;
-  static_assert(kBlockN == 64, "only the form whose warpgroups share their keys has it");
+  static_assert(kBlockN == 64, "only tiles with two consumers support dropout");
 };
 
 // The position of row `row` of a block among its statistics: the four columns of a lane, 2t, 2t + 1, 2t + 8 and 2t + 9

@@ -26,7 +26,7 @@ struct VarlenSchedule {
       : params(params_), shared(shared_) {
     Finder finder(params);
     const int num_tiles = finder.count();
-    if constexpr (Spec::kOrdersReduction) note_order();
+    if constexpr (Spec::kOrdersReduction) record_order();
     store_finder(finder, !Spec::kOrdersReduction || has_growing_rows() ? num_tiles : ~num_tiles);
   }
 
@@ -94,7 +94,7 @@ struct VarlenSchedule {
     static_assert(Spec::Base::kSharedBytes + 16 <= Spec::kScoreOffset, "the gap before the 1024-byte boundary");
     return shared.base + Spec::kScoreOffset - 16;
   }
-  __device__ __forceinline__ void note_order() const {
+  __device__ __forceinline__ void record_order() const {
     const Order order = make_order();
     const uint32_t words[4] = {static_cast<uint32_t>(order.section_heads), static_cast<uint32_t>(order.first_sequence),
                                static_cast<uint32_t>(order.end_sequence), static_cast<uint32_t>(order.first_head)};
@@ -163,7 +163,7 @@ struct VarlenSchedule {
   }
 
   // Publishes the tile with the blocks that it sees, for the producer itself (one lane) and, later, the consumers.
-  __device__ __forceinline__ void note(VarlenTile tile, const BlockRange& range) const {
+  __device__ __forceinline__ void publish(VarlenTile tile, const BlockRange& range) const {
     tile.begin_block = range.begin;
     tile.end_block = range.end;
     publish_tile(shared.produced_tile(), tile);
@@ -172,9 +172,9 @@ struct VarlenSchedule {
 
 // Loads the own rows of every warpgroup, for the published tile.
 template <typename Spec, bool kOwnsKeys>
-__device__ __forceinline__ void load_noted(const BackwardParams& params, const SharedMemory<Spec>& shared,
-                                           const ptx::TensorMap& first_map, const ptx::TensorMap& second_map,
-                                           int parity) {
+__device__ __forceinline__ void load_published(const BackwardParams& params, const SharedMemory<Spec>& shared,
+                                               const ptx::TensorMap& first_map, const ptx::TensorMap& second_map,
+                                               int parity) {
   const VarlenTile tile = read_tile<VarlenTile>(shared.produced_tile());
   const RaggedCoordinates first = kOwnsKeys ? keys_read(params.sequence_rows.k, tile, tile.head)
                                             : rows_read(params.sequence_rows.q, tile, tile.head);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void produce_varlen_keys(const BackwardParams& params
       const int first_row = tile.index * Spec::kOwnRows;
       const BlockRange range =
           key_blocks<Spec, MaskKind::kRuntime>(params, tile, first_row, first_row + Spec::kOwnRows);
-      schedule.note(tile, range);
+      schedule.publish(tile, range);
       const int head = tile.head / (params.heads_q / params.heads_kv);
       const RaggedCoordinates key_at = keys_read(params.sequence_rows.k, tile, head);
       const RaggedCoordinates value_at = keys_read(params.sequence_rows.v, tile, head);
@@ -216,7 +216,7 @@ __device__ __forceinline__ void produce_varlen_keys(const BackwardParams& params
         load_block<Spec>(shared, key, value, k_map, v_map, block * Spec::kStreamRows, key_at, value_at);
         key.advance();
         value.advance();
-        if (!own_is_loaded) load_noted<Spec, false>(params, shared, q_map, dout_map, own_parity);
+        if (!own_is_loaded) load_published<Spec, false>(params, shared, q_map, dout_map, own_parity);
         own_is_loaded = true;
       }
     }
@@ -249,7 +249,7 @@ __device__ __forceinline__ void produce_varlen_queries(const BackwardParams& par
       const int first_key = tile.index * Spec::kOwnRows;
       const BlockRange range =
           query_blocks<Spec, MaskKind::kRuntime>(params, tile, first_key, first_key + Spec::kOwnRows);
-      schedule.note(tile, range);
+      schedule.publish(tile, range);
       const int group = params.heads_q / params.heads_kv;
       RaggedCoordinates query_at = rows_read(params.sequence_rows.q, tile, tile.head * group);
       RaggedCoordinates dout_at = rows_read(params.sequence_rows.dout, tile, tile.head * group);
@@ -263,7 +263,7 @@ __device__ __forceinline__ void produce_varlen_queries(const BackwardParams& par
         }
         load_block<Spec>(shared, at, at, q_map, dout_map, block * Spec::kStreamRows, query_at, dout_at);
         mask.load(params, shared, at.stage, block * Spec::kStreamRows, query_at.head);
-        if (!own_is_loaded) load_noted<Spec, true>(params, shared, k_map, v_map, own_parity);
+        if (!own_is_loaded) load_published<Spec, true>(params, shared, k_map, v_map, own_parity);
         own_is_loaded = true;
         at.advance();
         if constexpr (Spec::kOrdersReduction) {  // a block of each head of the group, then the next block
@@ -282,7 +282,7 @@ __device__ __forceinline__ void produce_varlen_queries(const BackwardParams& par
       }
       if (!own_is_loaded) {
         next_number = next_tile<Spec>(params.tile_counter, schedule.num_tiles(), number);
-        load_noted<Spec, true>(params, shared, k_map, v_map, own_parity);
+        load_published<Spec, true>(params, shared, k_map, v_map, own_parity);
       }
     }
     number = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(next_number + 1))) - 1;

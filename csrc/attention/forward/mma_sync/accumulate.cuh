@@ -119,7 +119,7 @@ struct SharedValues {
 
   __device__ __forceinline__ void change_units(float (&)[Spec::kMmaM][Spec::kMmaD][4]) const {
   }  // rescales O before the tile
-  __device__ __forceinline__ float weigh(float p) const { return p; }
+  __device__ __forceinline__ float scale_probability(float p) const { return p; }
   __device__ __forceinline__ ColumnWalk<Spec::kHeadDim> walk() const { return rows_first_walk<Spec>(V_smem); }
   __device__ __forceinline__ void multiply(float (&O_rmem)[Spec::kMmaM][Spec::kMmaD][4],
                                            const uint32_t (&P_rmem)[Spec::kMmaM][4],
@@ -141,7 +141,7 @@ struct DroppedValues : SharedValues<Spec> {
   // Drops weights of the warp's rows 16 m to 16 m + 15 and of kKeys keys from 16 key_block on. The scale of the kept
   // weights is applied to the output.
   __device__ __forceinline__ void drop(float (&P_rmem)[Spec::kMmaN][4], int m, int key_block) const {
-    visit_by_query<kKeys>(dropout, row + m * 16, first_key + key_block * 16, [&](int n, int half, KeptPair pair) {
+    for_each_pair<kKeys>(dropout, row + m * 16, first_key + key_block * 16, [&](int n, int half, KeptPair pair) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         float& p = P_rmem[2 * key_block + n][2 * half + c];
@@ -242,7 +242,7 @@ __device__ __forceinline__ void accumulate_tile(Accumulator<Spec>& accumulator,
     for (int m = 0; m < Spec::kMmaM; ++m) {
       const auto exponentiate = [&](int n, int i) {
         const float p = ptx::exp2_approx(ptx::fma_rn(S_rmem[m][n][i], scale_log2, -shift[m][i / 2]));
-        S_rmem[m][n][i] = values.weigh(p);
+        S_rmem[m][n][i] = values.scale_probability(p);
         accumulator.rows[m][i / 2].sum += p;
       };
       if constexpr (Values::kDrops) {

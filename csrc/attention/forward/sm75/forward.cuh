@@ -147,7 +147,7 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params) {
 
 template <typename Spec>
 __device__ __forceinline__ void forward_dropout(const DropoutForwardParams& params) {
-  static_assert(Spec::kHasDropout, "others take ForwardParams");
+  static_assert(Spec::kHasDropout, "kernels without dropout take ForwardParams");
   forward<Spec, MaskKind::kRuntime>(params.forward);
 }
 

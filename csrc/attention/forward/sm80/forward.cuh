@@ -274,9 +274,9 @@ __device__ __forceinline__ void load_query(const Sequence<kMask>& sequence, cons
 }
 
 template <typename Spec, MaskKind kMask, bool kIsPlain>
-__device__ __forceinline__ void walk_keys(const Sequence<kMask>& sequence, Accumulator<Spec>& accumulator,
-                                          const QueryTile& tile, const KeyTiles& key_tiles, ptx::SmemPointer Q_smem,
-                                          int warp_row) {
+__device__ __forceinline__ void run_mainloop(const Sequence<kMask>& sequence, Accumulator<Spec>& accumulator,
+                                             const QueryTile& tile, const KeyTiles& key_tiles, ptx::SmemPointer Q_smem,
+                                             int warp_row) {
   KeyTileWalk<Spec, kMask, kIsPlain> walk(sequence, tile, key_tiles, Q_smem + Spec::kQueryBytes);
   walk.start();
   if constexpr (Spec::kQueryInRegisters) {
@@ -316,11 +316,11 @@ __device__ __forceinline__ void attend(const ForwardParams& params, Accumulator<
   if constexpr (kMask == MaskKind::kRuntime) {
     if (Spec::kHasAlibi || Spec::kHasDropout || params.sequences.block_table != nullptr ||
         params.score_options.score_factor > 0.0f || params.score_options.mask != nullptr) {
-      walk_keys<Spec, kMask, false>(sequence, accumulator, tile, key_tiles, Q_smem, warp_row);
+      run_mainloop<Spec, kMask, false>(sequence, accumulator, tile, key_tiles, Q_smem, warp_row);
       return;
     }
   }
-  walk_keys<Spec, kMask, true>(sequence, accumulator, tile, key_tiles, Q_smem, warp_row);
+  run_mainloop<Spec, kMask, true>(sequence, accumulator, tile, key_tiles, Q_smem, warp_row);
 }
 
 template <typename Spec, MaskKind kMask>
@@ -345,7 +345,7 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params) {
 
 template <typename Spec>
 __device__ __forceinline__ void forward_dropout(const DropoutForwardParams& params) {
-  static_assert(Spec::kHasDropout, "others take ForwardParams");
+  static_assert(Spec::kHasDropout, "kernels without dropout take ForwardParams");
   forward<Spec, MaskKind::kRuntime>(params.forward);
 }
 

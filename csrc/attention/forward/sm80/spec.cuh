@@ -59,11 +59,11 @@ struct ForwardSpec {
     ptx::mma_m16n8k16<Element>(d, a, b0, b1);
   }
 
-  static_assert(!(kIsSplit && kHasMaskedLoop), "KeyTiles::full_end knows nothing of a split");
+  static_assert(!(kIsSplit && kHasMaskedLoop), "KeyTiles::full_end does not account for splits");
   static_assert(sizeof(Element) == 2, "mma.m16n8k16 and ldmatrix here take 16-bit elements");
   static_assert(kWarpColumns % 64 == 0 && kWarpColumns * kColumnWarps == kHeadDim,
                 "the swizzle permutes within 64 columns");
-  static_assert(kNumWarps % kColumnWarps == 0, "all rows have as many warps");
+  static_assert(kNumWarps % kColumnWarps == 0, "every row group needs the same number of warps");
   static_assert(kWarpRows * (kNumWarps / kColumnWarps) == kBlockM && kWarpRows % 16 == 0,
                 "a warp computes whole 16-row blocks");
   static_assert(kBlockN % 16 == 0, "ldmatrix.x4 reads 16 keys at a time");

@@ -24,7 +24,6 @@ namespace flashmoe::attention::sm90 {
 // The sinks of a thread's two rows times log2(e), -inf for none; row: the first of the two.
 __device__ __forceinline__ void load_sinks(const ForwardParams& params, const Tile<MaskKind::kRuntime>& tile, int row,
                                            float (&sink_log2)[2]) {
-  constexpr float kLog2E = 1.4426950408889634f;
   const ScoreOptions& options = params.score_options;
   const int folded = options.folded_heads;
 #pragma unroll

@@ -126,8 +126,8 @@ __device__ __forceinline__ void find_exponentials(float (&scores)[kN / 2], RowSt
 
 // No exponent is above scale_log2. If the elements have the range of float, exponentials can refer to scale_log2
 // itself, once each row of the warp has had a key whose exponent is within kReach of it and high enough for the series.
-// From then on these rows are settled: they need neither a maximum nor rescaling, and RowState::max is infinite, the
-// score whose exponent is scale_log2. Other rows, and elements of a smaller range, have a maximum.
+// From then on the maximum of these rows is fixed: they need neither a maximum nor rescaling, and RowState::max is
+// infinite, the score whose exponent is scale_log2. Other rows, and elements of a smaller range, have a maximum.
 template <typename Element>
 constexpr bool kHasRangeOfFloat = false;
 template <>
@@ -199,17 +199,16 @@ __device__ __forceinline__ void find_exponentials(float (&scores)[kN / 2], RowSt
 template <typename Element, int kN, bool kMayBeEmpty>
 __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState& rows, float (&rescale)[2],
                                                const Softcap& cap) {
-  constexpr float kMaxExponent = 8.0f;
-  constexpr bool kSettles = kHasRangeOfFloat<Element>;
-  const float settled = -ptx::negative_infinity();
-  if constexpr (kSettles && !kMayBeEmpty) {
-    if (ptx::vote_all(rows.max[0] == settled && rows.max[1] == settled)) {
+  constexpr bool kFixesMax = kHasRangeOfFloat<Element>;
+  const float fixed_max = -ptx::negative_infinity();
+  if constexpr (kFixesMax && !kMayBeEmpty) {
+    if (ptx::vote_all(rows.max[0] == fixed_max && rows.max[1] == fixed_max)) {
       const float shift[2] = {cap.scale_log2, cap.scale_log2};
       find_exponentials<kN, kMayBeEmpty>(scores, rows, shift, cap, CapChoice(cap, largest<kN>(scores), 0.0f));
       return false;
     }
   }
-  if constexpr (!kSettles && !kMayBeEmpty) {
+  if constexpr (!kFixesMax && !kMayBeEmpty) {
     // Weights up to 2^kMostExponent are as exact as those up to 1. Up to there no maximum has to move, and none is
     // computed over the quad. A row without a positive score counts as if its largest were zero.
     constexpr float kMostExponent = 14.0f;
@@ -236,7 +235,7 @@ __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState
   new_max[0] = ptx::max_ftz(new_max[0], rows.max[0]);
   new_max[1] = ptx::max_ftz(new_max[1], rows.max[1]);
   const CapChoice choice(cap, top, min(new_max[0], new_max[1]));
-  // False for the NaN of a row without keys and of a settled row.
+  // False for the NaN of a row without keys and of a row whose maximum is fixed.
   const bool moved = ptx::vote_any((new_max[0] - rows.max[0]) * cap.slope() > kMaxExponent ||
                                    (new_max[1] - rows.max[1]) * cap.slope() > kMaxExponent);
   float shift[2];
@@ -247,10 +246,10 @@ __device__ __forceinline__ bool capped_softmax(float (&scores)[kN / 2], RowState
       new_max[r] = quad_max(new_max[r]);
       shift[r] = cap.exponent_of_max(new_max[r]);
     }
-    if constexpr (kSettles) {
+    if constexpr (kFixesMax) {
       const float least = ptx::max_ftz(cap.scale_log2 - kReach, cap.series_begin());
       if (ptx::vote_all(shift[0] >= least && shift[1] >= least)) {
-        new_max[0] = new_max[1] = settled;
+        new_max[0] = new_max[1] = fixed_max;
         shift[0] = shift[1] = cap.scale_log2;
       }
     }

@@ -16,18 +16,18 @@ namespace flashmoe::attention::sm90 {
 //                      (varlen kernels)
 //   kSplit             1: params.num_splits work items share a tile's keys and write fp32 partial results from the
 //                      accumulators; kNumOutputSlabs is 0
-//   kNarrower          columns by which V and the output are narrower than Q and K. With more than 256 columns a tile
+//   kFewerValueColumns columns by which V and the output are narrower than Q and K. With more than 256 columns a tile
 //                      computes kValueDim columns of the output, and kValueParts tiles, each with its own scores,
 //                      compute all of them
 //   kTileBytes         size of the tile record that the producer passes to the consumers
 //   kSchedulerBytes, kNumSchedulerBarriers   for the producing warps only (varlen/spec.cuh)
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0, int kNarrower_ = 0, int kTileBytes_ = 16,
-          int kSchedulerBytes_ = 0, int kNumSchedulerBarriers_ = 0>
+          int kNumQueryStages_, int kNumOutputSlabs_, int kSplit_ = 0, int kFewerValueColumns_ = 0,
+          int kTileBytes_ = 16, int kSchedulerBytes_ = 0, int kNumSchedulerBarriers_ = 0>
 struct ForwardSpec {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;                // of Q and K
-  static constexpr int kValueDim = kHeadDim_ - kNarrower_;  // of V and the output
+  static constexpr int kHeadDim = kHeadDim_;                         // of Q and K
+  static constexpr int kValueDim = kHeadDim_ - kFewerValueColumns_;  // of V and the output
   static constexpr int kBlockM = kBlockM_;
   static constexpr int kBlockN = kBlockN_;
   static constexpr int kNumStages = kNumStages_;
@@ -55,7 +55,8 @@ struct ForwardSpec {
 
   static_assert(kHeadDim % 64 == 0 && kValueDim <= 256 && kValueDim % 64 == 0 && kValueDim <= kHeadDim,
                 "a tile is cut into 64-column slabs, and wgmma takes N <= 256");
-  static_assert(kHeadDim % (64 * kKeyParts) == 0 && (kValueParts == 1 || kHeadDim % kValueDim == 0), "equal parts");
+  static_assert(kHeadDim % (64 * kKeyParts) == 0 && (kValueParts == 1 || kHeadDim % kValueDim == 0),
+                "slices are equal");
   static_assert(kBlockM % 64 == 0 && kNumConsumers >= 1 && kNumConsumers <= 4, "a warpgroup owns 64 rows of Q");
   static_assert(kBlockN % 16 == 0 && kBlockN <= 256, "k of P V is 16, and a box has at most 256 rows");
   static_assert(kNumWarps == 4 * (kNumConsumers + 1), "one producer warpgroup and the consumers");

@@ -24,7 +24,7 @@ struct SpecOfCodes : Base {
   static constexpr bool kHasCodes = true;
   static constexpr bool kIsTight = Base::kConsumerRegisters < 160;
   static constexpr bool kHasBlockScales = kBlockScales != 0;
-  static_assert(!kHasBlockScales || !kIsTight, "112 registers hold no scales");
+  static_assert(!kHasBlockScales || !kIsTight, "112 registers leave none for block scales");
   static constexpr bool kKeepsLoops =
       !kHasBlockScales && !kIsTight && Base::kTileBytes == sizeof(Tile<MaskKind::kFull>);
   static constexpr int kHeadDim = Base::kHeadDim;

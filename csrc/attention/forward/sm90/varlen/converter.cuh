@@ -25,17 +25,17 @@ struct CodeConverter {
 
   const ForwardParams& params;
   const SharedMemory<Spec> shared;
-  const int row;                // row of a block
-  const int code_slab;          // slab of its codes
-  unsigned place[2 * kChunks];  // offset of each 16 bytes of the thread's row in a slab
+  const int row;                   // row of a block
+  const int code_slab;             // slab of its codes
+  unsigned swizzled[2 * kChunks];  // offset of each 16 bytes of the thread's row in a slab
   RingPosition<Spec::kCodeSlots> code;
   RingPosition<Spec::kNumStages> element;
-  // For keys of `batch` and `kv_head`: codes become codes & keep ^ flip.
+  // For keys of `batch` and `kv_head`: codes become codes & and_mask ^ xor_mask.
   int batch = -1;
   int kv_head = -1;
-  uint32_t keep = 0xffffffffu;
-  uint32_t flip = 0;
-  bool is_odd = false;  // keep and flip change codes
+  uint32_t and_mask = 0xffffffffu;
+  uint32_t xor_mask = 0;
+  bool is_odd = false;  // and_mask and xor_mask change codes
   // If pages have scales: those of the row's key. They are loaded while the previous block is converted: the page
   // number before K, the scales before V.
   struct PageScales {
@@ -55,22 +55,22 @@ struct CodeConverter {
         code_slab(ptx::thread_index() % 128 / Spec::kBlockN) {
     const unsigned of_block = row;
 #pragma unroll
-    for (unsigned i = 0; i < 2 * kChunks; ++i) place[i] = of_block * kSlabRowBytes + (i ^ of_block % 8) * 16;
+    for (unsigned i = 0; i < 2 * kChunks; ++i) swizzled[i] = of_block * kSlabRowBytes + (i ^ of_block % 8) * 16;
   }
 
   __device__ __forceinline__ void read_scale(const CodeBlock& block) {
     batch = block.batch;
     kv_head = block.kv_head;
     const float scale = scale_of(of_codes(params).k_scale, batch, kv_head);
-    keep = 0xffffffffu;
-    flip = 0;
+    and_mask = 0xffffffffu;
+    xor_mask = 0;
     is_odd = !is_positive(scale);
     if (!is_odd) return;
     if (is_positive(-scale)) {
-      flip = 0x80808080u;
+      xor_mask = 0x80808080u;
     } else {
-      keep = 0;
-      flip = scale == 0.0f ? 0 : 0x7f7f7f7fu;  // NaN
+      and_mask = 0;
+      xor_mask = scale == 0.0f ? 0 : 0x7f7f7f7fu;  // NaN
     }
   }
 
@@ -111,10 +111,10 @@ struct CodeConverter {
       uint32_t codes[kChunks][4];
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk)
-        ptx::ld_shared_128(codes[chunk], codes_smem + (place[chunk] ^ slab * (kChunks * 16)));
+        ptx::ld_shared_128(codes[chunk], codes_smem + (swizzled[chunk] ^ slab * (kChunks * 16)));
       if (block.keys < Spec::kBlockN || changes) {
-        const uint32_t kept = row >= block.keys ? 0 : changes ? keep : 0xffffffffu;
-        const uint32_t flipped = row < block.keys && changes ? flip : 0;
+        const uint32_t kept = row >= block.keys ? 0 : changes ? and_mask : 0xffffffffu;
+        const uint32_t flipped = row < block.keys && changes ? xor_mask : 0;
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk)
 #pragma unroll
@@ -140,7 +140,7 @@ struct CodeConverter {
             words[2 * i] = pairs[0];
             words[2 * i + 1] = pairs[1];
           }
-          ptx::st_shared_128(elements_smem + place[2 * chunk + half], words);
+          ptx::st_shared_128(elements_smem + swizzled[2 * chunk + half], words);
         }
     }
   }
@@ -192,7 +192,7 @@ template <typename Spec>
 __device__ __forceinline__ void forward_codes(const E4m3ForwardParams& params, const ptx::TensorMap& q_map,
                                               const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                               const ptx::TensorMap& out_map) {
-  static_assert(Spec::kConvertsCodes, "others take ForwardParams");
+  static_assert(Spec::kConvertsCodes, "kernels without codes take ForwardParams");
   run_varlen<Spec, ForwardParams, Consumer<Spec, MaskKind::kRuntime>, CodeConverter<Spec>>(
       params.forward, params.forward, q_map, k_map, v_map, out_map);
 }

@@ -76,12 +76,12 @@ constexpr int kLeastShare = 256;
 // Work item `index` of the batch: a split of a tile's key blocks, or all of them if num_splits is 1. The split is empty
 // if the tile has fewer splits than num_splits.
 template <typename Spec>
-__device__ __forceinline__ NextTile decode_folded_tile(const ForwardParams& params, SequenceWalk<Spec>& walk,
+__device__ __forceinline__ NextTile decode_folded_tile(const ForwardParams& params, SequenceIterator<Spec>& sequences,
                                                        int index) {
-  const auto found = walk.find(index);
+  const auto found = sequences.find(index);
   const VarlenSequence sequence(params, found.batch, found.row, found.key);
-  const int shift = rows_log2(walk.group());
-  const int m_blocks = folded_row_blocks<Spec>(sequence.rows(), walk.group());
+  const int shift = rows_log2(sequences.group());
+  const int m_blocks = folded_row_blocks<Spec>(sequence.rows(), sequences.group());
   ScheduledTile scheduled{0, found.index};  // its heads are the splits of key heads
   if (m_blocks > 1) {
     if (params.score_options.right < kUnbounded) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ NextTile decode_folded_tile(const ForwardParams& para
     share = KeyRange{seen.begin + blocks * split / shares, seen.begin + blocks * (split + 1) / shares};
   }
   const VarlenTile tile{scheduled.m_block,
-                        Folding{kv_head, walk.group(), shift, split}.packed(),
+                        Folding{kv_head, sequences.group(), shift, split}.packed(),
                         found.batch,
                         sequence.row.first,
                         sequence.rows(),

@@ -32,7 +32,7 @@ __device__ __forceinline__ void run_varlen(const Params& given, const ForwardPar
   // Before all else, because the first tile waits for the lengths.
   if (warp == 1) {
     if constexpr (Spec::kIsFolded) ptx::grid_dependency_wait();  // the preceding kernel may write the lengths
-    scheduler.walk.start();
+    scheduler.sequences.start();
   }
   if (warp == 0 && ptx::elect_one()) {
     ptx::prefetch_tensor_map(&q_map);
@@ -99,7 +99,7 @@ template <typename Spec>
 __device__ __forceinline__ void forward_dropout(const DropoutForwardParams& params, const ptx::TensorMap& q_map,
                                                 const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                                 const ptx::TensorMap& out_map) {
-  static_assert(Spec::kHasDropout, "others take ForwardParams");
+  static_assert(Spec::kHasDropout, "kernels without dropout take ForwardParams");
   forward_varlen<Spec>(params.forward, q_map, k_map, v_map, out_map);
 }
 

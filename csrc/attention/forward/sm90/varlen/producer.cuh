@@ -101,7 +101,7 @@ struct VarlenProducer {
       for (int box = 0; box < kBoxes; ++box) {
         const int in_block = box * box_rows;
         const bool is_there = in_block < Spec::kBlockN && boxes.key + in_block < next.tile.keys;
-        boxes.pages[box] = is_there ? next.tile.sequence(params).stated_page(index) : kNoPage;
+        boxes.pages[box] = is_there ? next.tile.sequence(params).load_page(index) : kNoPage;
         step(index, row);
       }
     }

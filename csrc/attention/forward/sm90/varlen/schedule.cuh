@@ -86,11 +86,12 @@ struct SharedTiles {
       : count(ceil_div(group * ceil_div(rows, 64), Spec::kNumConsumers)), heads(ceil_div(group, count)) {}
 };
 
-// A warp's walk over the sequences of a batch, 32 at a time, one per lane. Requested tile numbers must not decrease.
+// A warp's iterator over the sequences of a batch, 32 at a time, one per lane. Requested tile numbers must not
+// decrease.
 template <typename Spec>
-class SequenceWalk {
+class SequenceIterator {
  public:
-  __device__ __forceinline__ explicit SequenceWalk(const ForwardParams& params) : params_(params) {}
+  __device__ __forceinline__ explicit SequenceIterator(const ForwardParams& params) : params_(params) {}
 
   // Must be called first: reads the first sequences.
   __device__ __forceinline__ void start() { read_group(); }
@@ -206,8 +207,9 @@ struct NextTile {
 
 // Tile `index` of the batch. With a right bound a sequence's longest tiles come first.
 template <typename Spec>
-__device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, SequenceWalk<Spec>& walk, int index) {
-  auto found = walk.find(index);
+__device__ __forceinline__ NextTile decode_tile(const ForwardParams& params, SequenceIterator<Spec>& sequences,
+                                                int index) {
+  auto found = sequences.find(index);
   // The column parts of a tile are adjacent: they read the same keys at the same time.
   const int part = found.index % Spec::kValueParts;
   found.index /= Spec::kValueParts;

@@ -1,5 +1,5 @@
 // The scheduling warp of the varlen kernels: it finds the tiles for the loading thread, one ahead, and clears the rows
-// of V past a sequence's last key. All lanes walk together over the sequences of the batch, 32 at a time.
+// of V past a sequence's last key. All lanes iterate together over the sequences of the batch, 32 at a time.
 #pragma once
 
 #include "attention/forward/sm90/spec.cuh"
@@ -32,10 +32,10 @@ struct TileScheduler {
   const int lane;
   RingPosition<Spec::kNumStages> value;  // ring position of V of the tile's first block
   int tail_parity[2] = {0, 0};
-  SequenceWalk<Spec> walk;
+  SequenceIterator<Spec> sequences;
 
   __device__ __forceinline__ TileScheduler(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
-      : params(params_), shared(shared_), lane(ptx::lane_index()), walk(params_) {}
+      : params(params_), shared(shared_), lane(ptx::lane_index()), sequences(params_) {}
 
   // V of a tile's last block arrives at one of two separate barriers, alternately. Rows past the last key are undefined
   // and may be NaN, and P = 0 times NaN is NaN: they are set to zero before the consumers are notified.
@@ -77,23 +77,23 @@ struct TileScheduler {
     return ptx::shuffle_index(next_index, 0);
   }
 
-  // walk.start() must have been called. A slot is free again once its reader has requested the next tile.
+  // sequences.start() must have been called. A slot is free again once its reader has requested the next tile.
   __device__ __forceinline__ void run() {
-    const int num_tiles = walk.count_tiles();
+    const int num_tiles = sequences.count_tiles();
     int index = ptx::block_index();
     Tail tail{0, 0, -1};  // of the previous tile, still to be cleared
     for (int slot = 0;; slot ^= 1) {
       NextTile next{{-1, 0, 0, 0, 0, 0, KeyRange{0, 0}}, 0, 0, 0, 0};
       if constexpr (Spec::kIsFolded) {
         for (; index < num_tiles; index = draw(num_tiles, index)) {
-          const NextTile found = decode_folded_tile<Spec>(params, walk, index);
+          const NextTile found = decode_folded_tile<Spec>(params, sequences, index);
           const bool has_share = found.tile.blocks.begin < found.tile.blocks.end;
           if (has_share) next = found;
           if (has_share) break;
           clear_share<Spec>(params, found.tile);
         }
       } else if (index < num_tiles) {
-        next = decode_tile<Spec>(params, walk, index);
+        next = decode_tile<Spec>(params, sequences, index);
       }
       const bool is_end = index >= num_tiles;
       const VarlenTile& tile = next.tile;

@@ -7,9 +7,9 @@
 namespace flashmoe::attention::sm90 {
 
 template <typename Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_,
-          int kNumQueryStages_, int kNumOutputSlabs_, int kScores_ = 0, int kNarrower_ = 0>
+          int kNumQueryStages_, int kNumOutputSlabs_, int kScores_ = 0, int kFewerValueColumns_ = 0>
 struct VarlenSpec : ForwardSpec<Element_, kHeadDim_, kBlockM_, kBlockN_, kNumStages_, kNumWarps_, kNumQueryStages_,
-                                kNumOutputSlabs_, 0, kNarrower_, 32, 2 * 48, 5> {
+                                kNumOutputSlabs_, 0, kFewerValueColumns_, 32, 2 * 48, 5> {
   // true: scores pass through a softcap or a mask tensor; otherwise the kernel has neither the code nor the registers
   // for them.
   static constexpr bool kHasScoreMod = kScores_ == 1;
@@ -35,7 +35,7 @@ template <typename Element, int kHeadDim, int kBlockM, int kBlockN, int kNumStag
 struct DropoutForwardSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, kNumWarps, kNumQueryStages,
                                        kNumOutputSlabs, kScores> {
   static constexpr bool kHasDropout = true;
-  static_assert(kScores != 1, "a softcap or a mask tensor is the sm80 kernels'");
+  static_assert(kScores != 1, "softcaps and mask tensors run on the sm80 kernels");
 };
 
 // Streams an additive mask that has an element for each dense row and key; without a softcap.
@@ -63,7 +63,7 @@ struct ChunkSpec : VarlenSpec<Element, kHeadDim, kBlockM, kBlockN, kNumStages, k
                               kNumOutputSlabs, kScores> {
   static constexpr bool kIsFolded = true;
   // The scheduling warp also finds the splits, and two consumer warpgroups do not need all of the remaining registers.
-  static_assert(kBlockM == 128, "registers for two warpgroups that compute");
+  static_assert(kBlockM == 128, "register counts assume two consumer warpgroups");
   static constexpr int kProducerRegisters = 72;  // 72 + 2 * 216 = 3 * 168, the registers that the block starts with
   static constexpr int kConsumerRegisters = 216;
 };
