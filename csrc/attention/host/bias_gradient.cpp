@@ -22,7 +22,7 @@ struct BiasGradientArguments : VarlenBackwardArguments {
   Tensor row_dot;  // as lse
 };
 
-BiasGradientArguments take_bias_gradient(host::Arguments& given) {
+BiasGradientArguments parse_bias_gradient(host::Arguments& given) {
   BiasGradientArguments arguments;
   VarlenArguments& forward = arguments.forward;
   given.tensors(arguments.dout, forward.q, forward.k, forward.v, forward.mask, arguments.lse, arguments.row_dot);
@@ -112,7 +112,7 @@ Tensor bias_gradient_cuda(const BiasGradientArguments& arguments) {
 void boxed_bias_gradient(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_bias_gradient", num_arguments, 13, num_outputs, 1);
   host::Arguments given(stack);
-  stack[0] = host::give(bias_gradient_cuda(take_bias_gradient(given)));
+  stack[0] = host::box(bias_gradient_cuda(parse_bias_gradient(given)));
 }
 
 }  // namespace

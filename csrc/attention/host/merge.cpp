@@ -33,7 +33,7 @@ struct MergeArguments {
   int64_t head_dim() const { return size(out_b.dim() - 1); }
 };
 
-MergeArguments take_merge(host::Arguments& given) {
+MergeArguments parse_merge(host::Arguments& given) {
   MergeArguments a;
   given.tensors(a.out_a, a.lse_a, a.out_b, a.lse_b, a.out, a.lse);
   QueryKeyValue part;
@@ -117,7 +117,7 @@ void merge_cuda(const MergeArguments& a) {
 void boxed_merge(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_attention_merge", num_arguments, 6, num_outputs, 0);
   host::Arguments given(stack);
-  const MergeArguments arguments = take_merge(given);
+  const MergeArguments arguments = parse_merge(given);
   if (arguments.batch() > 0 && arguments.heads() > 0 && arguments.rows() > 0) merge_cuda(arguments);
 }
 

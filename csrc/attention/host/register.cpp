@@ -76,7 +76,7 @@ ForwardOutputs forward(ForwardArguments& arguments, bool with_lse) {
   return outputs;
 }
 
-ForwardArguments take_forward(host::Arguments& given, Operator op) {
+ForwardArguments parse_forward(host::Arguments& given, Operator op) {
   ForwardArguments arguments;
   given.tensors(arguments.q, arguments.k, arguments.v);
   if (op == Operator::kForward) {
@@ -92,7 +92,7 @@ ForwardArguments take_forward(host::Arguments& given, Operator op) {
 
 template <Operator kOperator>
 void check_described(host::Arguments& given) {
-  ForwardArguments arguments = take_forward(given, kOperator);
+  ForwardArguments arguments = parse_forward(given, kOperator);
   if (has_other_values(arguments)) {
     as_varlen(arguments);
   } else {
@@ -108,20 +108,20 @@ void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
   constexpr bool kWithLse = kOperator == Operator::kForward;
   host::check_counts("attention", num_arguments, kOperator == Operator::kDropIn ? 6 : 5, num_outputs, kWithLse ? 2 : 1);
   host::Arguments given(stack);
-  ForwardArguments arguments = take_forward(given, kOperator);
+  ForwardArguments arguments = parse_forward(given, kOperator);
   if constexpr (kOperator == Operator::kDropIn) {
     if (!matches_sdpa(arguments, given.flag())) {
-      stack[0] = host::give_none();
+      stack[0] = host::box_none();
       return;
     }
   }
   ForwardOutputs outputs = forward<Backend>(arguments, kWithLse);
   if constexpr (kOperator == Operator::kDropIn) {
-    stack[0] = host::give_optional(std::move(outputs.out));
+    stack[0] = host::box_optional(std::move(outputs.out));
   } else {
-    stack[0] = host::give(std::move(outputs.out));
+    stack[0] = host::box(std::move(outputs.out));
   }
-  if constexpr (kWithLse) stack[1] = host::give(std::move(outputs.lse));
+  if constexpr (kWithLse) stack[1] = host::box(std::move(outputs.lse));
 }
 
 template <class Backend, class Library>

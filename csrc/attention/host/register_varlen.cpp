@@ -15,7 +15,7 @@
 namespace flashmoe::attention {
 namespace {
 
-using host::give;
+using host::box;
 
 struct Cpu {
   static constexpr bool kIsCpu = true;
@@ -48,13 +48,13 @@ void fill_on_cpu(const ForwardOutputs& outputs) {
   std::fill_n(static_cast<float*>(outputs.lse.data()), rows, -std::numeric_limits<float>::infinity());
 }
 
-void take_dropout(host::Arguments& given, VarlenArguments& arguments) {
+void parse_dropout(host::Arguments& given, VarlenArguments& arguments) {
   arguments.dropout_p = given.number();
   arguments.rng_state = given.tensor();
   if (!arguments.rng_state.is_given()) host::violate("tensor.missing", {{"name", "rng_state"}});
 }
 
-VarlenArguments take_forward(host::Arguments& given, bool has_codes = false, bool has_dropout = false) {
+VarlenArguments parse_forward(host::Arguments& given, bool has_codes = false, bool has_dropout = false) {
   VarlenArguments arguments;
   arguments.has_codes = has_codes;
   given.tensors(arguments.q, arguments.k, arguments.v);
@@ -65,12 +65,12 @@ VarlenArguments take_forward(host::Arguments& given, bool has_codes = false, boo
   given.integers(arguments.window_left, arguments.window_right);
   arguments.softcap = given.number();
   arguments.num_splits = given.integer();
-  if (has_dropout) take_dropout(given, arguments);
+  if (has_dropout) parse_dropout(given, arguments);
   check_varlen_arguments(arguments);
   return arguments;
 }
 
-AppendArguments take_append(host::Arguments& given, bool has_codes = false) {
+AppendArguments parse_append(host::Arguments& given, bool has_codes = false) {
   AppendArguments arguments;
   arguments.has_codes = has_codes;
   given.tensors(arguments.k_cache, arguments.v_cache, arguments.k_new, arguments.v_new, arguments.cache_seqlens);
@@ -80,44 +80,44 @@ AppendArguments take_append(host::Arguments& given, bool has_codes = false) {
 }
 
 template <class Taken>
-void take_scales(host::Arguments& given, Taken& arguments) {
+void parse_scales(host::Arguments& given, Taken& arguments) {
   given.optional_tensors(arguments.k_scale.values, arguments.v_scale.values);
   given.numbers(arguments.k_scale.factor, arguments.v_scale.factor);
 }
 
-E4m3Arguments take_e4m3(host::Arguments& given) {
+E4m3Arguments parse_e4m3(host::Arguments& given) {
   E4m3Arguments arguments;
-  arguments.varlen = take_forward(given, /*has_codes=*/true);
-  take_scales(given, arguments);
+  arguments.varlen = parse_forward(given, /*has_codes=*/true);
+  parse_scales(given, arguments);
   check_e4m3_scales(arguments);
   return arguments;
 }
 
-E4m3AppendArguments take_e4m3_append(host::Arguments& given) {
+E4m3AppendArguments parse_e4m3_append(host::Arguments& given) {
   E4m3AppendArguments arguments;
-  arguments.append = take_append(given, /*has_codes=*/true);
-  take_scales(given, arguments);
+  arguments.append = parse_append(given, /*has_codes=*/true);
+  parse_scales(given, arguments);
   check_e4m3_scales(arguments);
   return arguments;
 }
 
-VarlenArguments take_forward_into(host::Arguments& given, Tensor& out) {
+VarlenArguments parse_forward_into(host::Arguments& given, Tensor& out) {
   out = given.tensor();
-  VarlenArguments arguments = take_forward(given);
+  VarlenArguments arguments = parse_forward(given);
   check_out(arguments, out);
   return arguments;
 }
 
-E4m3Arguments take_e4m3_into(host::Arguments& given, Tensor& out) {
+E4m3Arguments parse_e4m3_into(host::Arguments& given, Tensor& out) {
   out = given.tensor();
-  E4m3Arguments arguments = take_e4m3(given);
+  E4m3Arguments arguments = parse_e4m3(given);
   check_out(arguments.varlen, out);
   return arguments;
 }
 
 // Takes the arguments from the output's type on.
 template <class Operands, class Taken>
-void take_fp8_rest(host::Arguments& given, Operands& operands, Taken& arguments) {
+void parse_fp8_rest(host::Arguments& given, Operands& operands, Taken& arguments) {
   const bool is_f16 = given.flag();
   operands.dtype = is_f16 ? Dtype::kFloat16 : Dtype::kBFloat16;
   operands.torch_dtype = is_f16 ? aoti_torch_dtype_float16() : aoti_torch_dtype_bfloat16();
@@ -126,16 +126,16 @@ void take_fp8_rest(host::Arguments& given, Operands& operands, Taken& arguments)
   check_fp8(arguments);
 }
 
-Fp8Arguments take_fp8(host::Arguments& given) {
+Fp8Arguments parse_fp8(host::Arguments& given) {
   Fp8Arguments arguments;
   given.tensors(arguments.forward.q, arguments.forward.k, arguments.forward.v);
   arguments.forward.scale = given.number();
   arguments.forward.is_causal = given.flag();
-  take_fp8_rest(given, arguments.forward, arguments);
+  parse_fp8_rest(given, arguments.forward, arguments);
   return arguments;
 }
 
-Fp8VarlenArguments take_fp8_varlen(host::Arguments& given) {
+Fp8VarlenArguments parse_fp8_varlen(host::Arguments& given) {
   Fp8VarlenArguments arguments;
   VarlenArguments& varlen = arguments.varlen;
   varlen.has_code_queries = true;
@@ -146,30 +146,30 @@ Fp8VarlenArguments take_fp8_varlen(host::Arguments& given) {
   given.integers(varlen.max_seqlen_q, varlen.max_seqlen_k);
   varlen.scale = given.number();
   varlen.window_right = given.flag() ? 0 : -1;
-  take_fp8_rest(given, varlen, arguments);
+  parse_fp8_rest(given, varlen, arguments);
   return arguments;
 }
 
 const host::ArgumentCheck kCheckFp8Varlen("attention_fp8_varlen_forward",
-                                          [](host::Arguments& given) { take_fp8_varlen(given); });
-const host::ArgumentCheck kCheckFp8("attention_fp8_forward", [](host::Arguments& given) { take_fp8(given); });
+                                          [](host::Arguments& given) { parse_fp8_varlen(given); });
+const host::ArgumentCheck kCheckFp8("attention_fp8_forward", [](host::Arguments& given) { parse_fp8(given); });
 const host::ArgumentCheck kCheckForward("attention_varlen_forward",
-                                        [](host::Arguments& given) { take_forward(given); });
+                                        [](host::Arguments& given) { parse_forward(given); });
 const host::ArgumentCheck kCheckOut("_attention_varlen_out", [](host::Arguments& given) {
   Tensor out;
-  take_forward_into(given, out);
+  parse_forward_into(given, out);
 });
 const host::ArgumentCheck kCheckE4m3Out("_attention_e4m3_out", [](host::Arguments& given) {
   Tensor out;
-  take_e4m3_into(given, out);
+  parse_e4m3_into(given, out);
 });
 const host::ArgumentCheck kCheckDropout("attention_dropout_forward", [](host::Arguments& given) {
-  take_forward(given, /*has_codes=*/false, /*has_dropout=*/true);
+  parse_forward(given, /*has_codes=*/false, /*has_dropout=*/true);
 });
-const host::ArgumentCheck kCheckAppend("attention_append_", [](host::Arguments& given) { take_append(given); });
-const host::ArgumentCheck kCheckE4m3("attention_e4m3_forward", [](host::Arguments& given) { take_e4m3(given); });
+const host::ArgumentCheck kCheckAppend("attention_append_", [](host::Arguments& given) { parse_append(given); });
+const host::ArgumentCheck kCheckE4m3("attention_e4m3_forward", [](host::Arguments& given) { parse_e4m3(given); });
 const host::ArgumentCheck kCheckE4m3Append("attention_append_e4m3_",
-                                           [](host::Arguments& given) { take_e4m3_append(given); });
+                                           [](host::Arguments& given) { parse_e4m3_append(given); });
 
 // The outputs may be allocated here, or be the caller's, which has no lse.
 template <class Backend>
@@ -189,12 +189,12 @@ template <class Backend, bool kWithLse, bool kHasDropout = false>
 void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_varlen", num_arguments, kHasDropout ? 18 : 16, num_outputs, kWithLse ? 2 : 1);
   host::Arguments given(stack);
-  VarlenArguments arguments = take_forward(given, /*has_codes=*/false, kHasDropout);
+  VarlenArguments arguments = parse_forward(given, /*has_codes=*/false, kHasDropout);
   make_scale_positive(arguments);
   ForwardOutputs outputs = allocate_outputs(arguments, kWithLse);
   compute<Backend>(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
-  if constexpr (kWithLse) stack[1] = give(std::move(outputs.lse));
+  stack[0] = box(std::move(outputs.out));
+  if constexpr (kWithLse) stack[1] = box(std::move(outputs.lse));
 }
 
 template <class Backend>
@@ -202,7 +202,7 @@ void boxed_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs
   host::check_counts("_attention_varlen_out", num_arguments, 17, num_outputs, 0);
   host::Arguments given(stack);
   ForwardOutputs outputs;
-  VarlenArguments arguments = take_forward_into(given, outputs.out);
+  VarlenArguments arguments = parse_forward_into(given, outputs.out);
   make_scale_positive(arguments);
   compute<Backend>(arguments, outputs);
 }
@@ -250,7 +250,7 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   given.integers(forward.window_left, forward.window_right);
   forward.softcap = given.number();
   const int64_t needs = given.integer();
-  if constexpr (kHasDropout) take_dropout(given, forward);
+  if constexpr (kHasDropout) parse_dropout(given, forward);
   check_varlen_backward_arguments(arguments);
   const bool is_empty = !has_rows(forward) || forward.heads_kv() == 0 || forward.max_seqlen_k == 0;
   // The CPU's kernels do not return row_dot; a GPU's compute dk and dv together.
@@ -268,10 +268,10 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   if (!is_empty) Backend::backward(arguments, gradients);
   Tensor* const wanted[] = {&gradients.dq, &gradients.dk, &gradients.dv};
   for (int index = 0; index < 3; ++index) {
-    stack[index] = (needs >> index & 1) != 0 ? host::give_optional(std::move(*wanted[index])) : host::give_none();
+    stack[index] = (needs >> index & 1) != 0 ? host::box_optional(std::move(*wanted[index])) : host::box_none();
   }
   const auto give_found = [](Tensor& tensor) {
-    return VarlenArguments::has(tensor) ? host::give_optional(std::move(tensor)) : host::give_none();
+    return VarlenArguments::has(tensor) ? host::box_optional(std::move(tensor)) : host::box_none();
   };
   stack[3] = give_found(gradients.row_dot);
   if constexpr (kWithMask)
@@ -282,7 +282,7 @@ template <class Backend>
 void boxed_append(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_append_", num_arguments, 6, num_outputs, 0);
   host::Arguments given(stack);
-  const AppendArguments arguments = take_append(given);
+  const AppendArguments arguments = parse_append(given);
   const int64_t* sizes = arguments.k_new.sizes();
   if (sizes[0] > 0 && sizes[1] > 0 && sizes[2] > 0) Backend::append(arguments);
 }
@@ -291,12 +291,12 @@ template <class Backend, bool kWithLse>
 void boxed_e4m3(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_e4m3", num_arguments, 20, num_outputs, kWithLse ? 2 : 1);
   host::Arguments given(stack);
-  E4m3Arguments arguments = take_e4m3(given);
+  E4m3Arguments arguments = parse_e4m3(given);
   make_scale_positive(arguments.varlen);
   ForwardOutputs outputs = allocate_outputs(arguments.varlen, kWithLse);
   compute<Backend>(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
-  if constexpr (kWithLse) stack[1] = give(std::move(outputs.lse));
+  stack[0] = box(std::move(outputs.out));
+  if constexpr (kWithLse) stack[1] = box(std::move(outputs.lse));
 }
 
 template <class Backend>
@@ -304,7 +304,7 @@ void boxed_e4m3_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   host::check_counts("_attention_e4m3_out", num_arguments, 21, num_outputs, 0);
   host::Arguments given(stack);
   ForwardOutputs outputs;
-  E4m3Arguments arguments = take_e4m3_into(given, outputs.out);
+  E4m3Arguments arguments = parse_e4m3_into(given, outputs.out);
   make_scale_positive(arguments.varlen);
   compute<Backend>(arguments, outputs);
 }
@@ -313,7 +313,7 @@ template <class Backend>
 void boxed_append_e4m3(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_append_e4m3_", num_arguments, 10, num_outputs, 0);
   host::Arguments given(stack);
-  const E4m3AppendArguments arguments = take_e4m3_append(given);
+  const E4m3AppendArguments arguments = parse_e4m3_append(given);
   const int64_t* sizes = arguments.append.k_new.sizes();
   if (sizes[0] > 0 && sizes[1] > 0 && sizes[2] > 0) Backend::append_e4m3(arguments);
 }
@@ -321,24 +321,24 @@ void boxed_append_e4m3(StableIValue* stack, uint64_t num_arguments, uint64_t num
 void boxed_fp8(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_fp8_forward", num_arguments, 12, num_outputs, 2);
   host::Arguments given(stack);
-  const Fp8Arguments arguments = take_fp8(given);
+  const Fp8Arguments arguments = parse_fp8(given);
   ForwardOutputs outputs = allocate_outputs(arguments.forward, /*with_lse=*/true);
   host::set_last_kernel("");
   const int64_t* sizes = outputs.out.sizes();
   if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) forward_fp8_cuda(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
-  stack[1] = give(std::move(outputs.lse));
+  stack[0] = box(std::move(outputs.out));
+  stack[1] = box(std::move(outputs.lse));
 }
 
 void boxed_fp8_varlen(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_fp8_varlen_forward", num_arguments, 17, num_outputs, 2);
   host::Arguments given(stack);
-  const Fp8VarlenArguments arguments = take_fp8_varlen(given);
+  const Fp8VarlenArguments arguments = parse_fp8_varlen(given);
   ForwardOutputs outputs = allocate_outputs(arguments.varlen, /*with_lse=*/true);
   host::set_last_kernel("");
   if (has_rows(arguments.varlen)) forward_fp8_cuda(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
-  stack[1] = give(std::move(outputs.lse));
+  stack[0] = box(std::move(outputs.out));
+  stack[1] = box(std::move(outputs.lse));
 }
 
 template <class Backend, class Library>

@@ -229,7 +229,7 @@ void run_cpu(GroupedArguments& arguments, int64_t tile, const Tensor& out) {
 }
 
 // x [rows, k], weight [n, k], bias [n].
-GroupedArguments take_arguments(host::Arguments& given) {
+GroupedArguments parse_arguments(host::Arguments& given) {
   GroupedArguments arguments;
   moe::Needed needed(given);
   Tensor& x = arguments.a;
@@ -264,7 +264,7 @@ template <bool kIsCuda>
 void boxed_linear(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_linear", num_arguments, 4, num_outputs, 1);
   host::Arguments given(stack);
-  GroupedArguments arguments = take_arguments(given);
+  GroupedArguments arguments = parse_arguments(given);
   const int64_t tile = given.integer();
   Tensor out = host::empty({arguments.rows, arguments.b.n}, arguments.common.torch_dtype, arguments.common.device_type,
                            arguments.common.device_index);
@@ -276,10 +276,10 @@ void boxed_linear(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
       run_cpu(arguments, tile, out);
     }
   }
-  stack[0] = host::give(std::move(out));
+  stack[0] = host::box(std::move(out));
 }
 
-const host::ArgumentCheck kCheck("_linear", [](host::Arguments& given) { take_arguments(given); });
+const host::ArgumentCheck kCheck("_linear", [](host::Arguments& given) { parse_arguments(given); });
 
 }  // namespace
 }  // namespace flashmoe::linear

@@ -101,7 +101,7 @@ AppendParams make_params(const AppendArguments& arguments, const Tensor& latents
 
 }  // namespace
 
-AppendArguments take_append(host::Arguments& given) {
+AppendArguments parse_append(host::Arguments& given) {
   AppendArguments arguments;
   given.tensors(arguments.latents, arguments.kv_cache);
   given.optional_tensors(arguments.cache_seqlens, arguments.block_table, arguments.slots);

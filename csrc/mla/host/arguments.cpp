@@ -106,7 +106,7 @@ void check_numbers(const DecodeArguments& arguments) {
 
 }  // namespace
 
-DecodeArguments take_decode(host::Arguments& given) {
+DecodeArguments parse_decode(host::Arguments& given) {
   DecodeArguments arguments;
   given.tensors(arguments.q, arguments.kv_cache);
   given.optional_tensors(arguments.cache_seqlens, arguments.block_table, arguments.sinks);

@@ -35,7 +35,7 @@ struct DecodeArguments {
 };
 
 // Reads and checks the operator's arguments; throws on the first broken rule.
-DecodeArguments take_decode(host::Arguments& given);
+DecodeArguments parse_decode(host::Arguments& given);
 
 // Writes out [batch, tokens, heads, 512], contiguous, and lse [batch, heads, tokens]. Requires at least one row.
 void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tensor& lse);

@@ -28,7 +28,7 @@ ExpertWeights view_weights(const Tensor& tensor, bool is_transposed) {
   return is_transposed ? swapped(view) : view;
 }
 
-SortArguments take_sort(host::Arguments& given) {
+SortArguments parse_sort(host::Arguments& given) {
   SortArguments arguments;
   Needed needed(given);
   arguments.ids = needed.take("topk_ids");
@@ -41,7 +41,7 @@ SortArguments take_sort(host::Arguments& given) {
   return arguments;
 }
 
-LayerArguments take_layer(host::Arguments& given) {
+LayerArguments parse_layer(host::Arguments& given) {
   LayerArguments arguments;
   Needed needed(given);
   SortArguments& routing = arguments.routing;
@@ -97,7 +97,7 @@ void check_out(const LayerArguments& arguments, const Tensor& out) {
   }
 }
 
-LayerBackwardArguments take_layer_backward(host::Arguments& given) {
+LayerBackwardArguments parse_layer_backward(host::Arguments& given) {
   LayerBackwardArguments arguments;
   Needed needed(given);
   SortOutputs& sorted = arguments.sorted;
@@ -151,7 +151,7 @@ LayerBackwardArguments take_layer_backward(host::Arguments& given) {
   return arguments;
 }
 
-RouteArguments take_route(host::Arguments& given) {
+RouteArguments parse_route(host::Arguments& given) {
   RouteArguments arguments;
   Needed needed(given);
   arguments.logits = needed.take("logits");

@@ -224,20 +224,20 @@ struct GroupedGradientArguments {
 
 // Each takes an operator's arguments in the order of its schema and throws at the first violated rule; fills in the
 // structs' other members, and copies what must be contiguous.
-RouteArguments take_route(host::Arguments& given);
-SortArguments take_sort(host::Arguments& given);
-LayerArguments take_layer(host::Arguments& given);
-LayerBackwardArguments take_layer_backward(host::Arguments& given);
-GroupedArguments take_grouped(host::Arguments& given);
-GroupedGradientArguments take_grouped_gradient(host::Arguments& given);
-ScaledArguments take_scaled(host::Arguments& given);
-Mxfp4Arguments take_mxfp4(host::Arguments& given);
-ScaledBackwardArguments take_scaled_backward(host::Arguments& given);
-QuantizeWeightsArguments take_quantize_weights(host::Arguments& given);
+RouteArguments parse_route(host::Arguments& given);
+SortArguments parse_sort(host::Arguments& given);
+LayerArguments parse_layer(host::Arguments& given);
+LayerBackwardArguments parse_layer_backward(host::Arguments& given);
+GroupedArguments parse_grouped(host::Arguments& given);
+GroupedGradientArguments parse_grouped_gradient(host::Arguments& given);
+ScaledArguments parse_scaled(host::Arguments& given);
+Mxfp4Arguments parse_mxfp4(host::Arguments& given);
+ScaledBackwardArguments parse_scaled_backward(host::Arguments& given);
+QuantizeWeightsArguments parse_quantize_weights(host::Arguments& given);
 
 // For an output that the caller passes.
 void check_out(const LayerArguments& arguments, const Tensor& out);
-// What the e4m3 kernels need in addition to take_scaled: whole blocks.
+// What the e4m3 kernels need in addition to parse_scaled: whole blocks.
 void check_blocks(const LayerShape& shape);
 
 // The Scalar of a tensor's dtype: float32, float16, bfloat16, int32 or int64.

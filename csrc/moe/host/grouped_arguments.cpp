@@ -13,7 +13,7 @@ Common check_grouped_kinds(const Tensor& a, const Tensor& b, const Tensor& offse
 
 }  // namespace
 
-GroupedArguments take_grouped(host::Arguments& given) {
+GroupedArguments parse_grouped(host::Arguments& given) {
   GroupedArguments arguments;
   Needed needed(given);
   Tensor &a = arguments.a, &b = arguments.b_owner;
@@ -36,7 +36,7 @@ GroupedArguments take_grouped(host::Arguments& given) {
   return arguments;
 }
 
-GroupedGradientArguments take_grouped_gradient(host::Arguments& given) {
+GroupedGradientArguments parse_grouped_gradient(host::Arguments& given) {
   GroupedGradientArguments arguments;
   Needed needed(given);
   Tensor &a = arguments.a, &b = arguments.b;

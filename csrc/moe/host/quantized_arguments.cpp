@@ -9,13 +9,13 @@
 namespace flashmoe::moe {
 namespace {
 
-void take_weights(Needed& needed, LayerArguments& arguments) {
+void parse_weights(Needed& needed, LayerArguments& arguments) {
   arguments.x = needed.take("x");
   arguments.w13 = needed.take("w13");
   arguments.w2 = needed.take("w2");
 }
 
-void take_routing(Needed& needed, LayerArguments& arguments) {
+void parse_routing(Needed& needed, LayerArguments& arguments) {
   arguments.routing.topk_weights = needed.take("topk_weights");
   arguments.routing.ids = needed.take("topk_ids");
 }
@@ -79,15 +79,15 @@ void check_packed(Mxfp4Arguments& arguments, const First& x) {
 
 }  // namespace
 
-ScaledArguments take_scaled(host::Arguments& given) {
+ScaledArguments parse_scaled(host::Arguments& given) {
   ScaledArguments arguments;
   Needed needed(given);
   SortArguments& routing = arguments.routing;
   LayerShape& shape = arguments.shape;
-  take_weights(needed, arguments);
+  parse_weights(needed, arguments);
   arguments.w13_scale = needed.take("w13_scale");
   arguments.w2_scale = needed.take("w2_scale");
-  take_routing(needed, arguments);
+  parse_routing(needed, arguments);
   given.optional_tensors(arguments.x_scale, routing.expert_map, arguments.shared);
   shape.activation = activation_of(given.text());
   needed.check();
@@ -127,14 +127,14 @@ ScaledArguments take_scaled(host::Arguments& given) {
   return arguments;
 }
 
-Mxfp4Arguments take_mxfp4(host::Arguments& given) {
+Mxfp4Arguments parse_mxfp4(host::Arguments& given) {
   Mxfp4Arguments arguments;
   Needed needed(given);
   SortArguments& routing = arguments.routing;
   LayerShape& shape = arguments.shape;
-  take_weights(needed, arguments);
+  parse_weights(needed, arguments);
   given.optional_tensors(arguments.w13_scale, arguments.w2_scale);
-  take_routing(needed, arguments);
+  parse_routing(needed, arguments);
   given.optional_tensors(arguments.b13, arguments.b2, routing.expert_map, arguments.shared);
   const std::string activation = given.text(), layout = given.text();
   shape.activation = activation_of(activation);

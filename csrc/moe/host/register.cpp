@@ -11,7 +11,7 @@
 namespace flashmoe::moe {
 namespace {
 
-using host::give;
+using host::box;
 
 // The backend that an operator is registered for.
 struct Cpu {
@@ -60,7 +60,7 @@ template <class Backend>
 void boxed_route(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("topk_route", num_arguments, 8, num_outputs, 3);
   host::Arguments given(stack);
-  const RouteArguments arguments = take_route(given);
+  const RouteArguments arguments = parse_route(given);
   RouteOutputs outputs{empty_floats(arguments.common, {arguments.tokens, arguments.top_k}),
                        empty_ints(arguments.common, {arguments.tokens, arguments.top_k}),
                        empty_ints(arguments.common, {arguments.experts})};
@@ -70,23 +70,23 @@ void boxed_route(StableIValue* stack, uint64_t num_arguments, uint64_t num_outpu
   } else {
     zero(outputs.counts);
   }
-  stack[0] = give(std::move(outputs.weights));
-  stack[1] = give(std::move(outputs.ids));
-  stack[2] = give(std::move(outputs.counts));
+  stack[0] = box(std::move(outputs.weights));
+  stack[1] = box(std::move(outputs.ids));
+  stack[2] = box(std::move(outputs.counts));
 }
 
 void give_sorted(StableIValue* stack, SortOutputs sorted) {
-  stack[0] = give(std::move(sorted.expert_offsets));
-  stack[1] = give(std::move(sorted.row_slots));
-  stack[2] = give(std::move(sorted.slot_rows));
-  stack[3] = give(std::move(sorted.row_weights));
+  stack[0] = box(std::move(sorted.expert_offsets));
+  stack[1] = box(std::move(sorted.row_slots));
+  stack[2] = box(std::move(sorted.slot_rows));
+  stack[3] = box(std::move(sorted.row_weights));
 }
 
 template <class Backend>
 void boxed_sort(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("moe_sort", num_arguments, 4, num_outputs, 4);
   host::Arguments given(stack);
-  const SortArguments arguments = take_sort(given);
+  const SortArguments arguments = parse_sort(given);
   SortOutputs sorted = allocate_sorted(arguments.common, arguments.slots, arguments.experts);
   host::set_last_kernel("");
   if (arguments.slots > 0) {
@@ -113,7 +113,7 @@ template <class Backend>
 void boxed_layer(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe", num_arguments, kLayerArguments + 1, num_outputs, 6);
   host::Arguments given(stack);
-  const LayerArguments arguments = take_layer(given);
+  const LayerArguments arguments = parse_layer(given);
   const Common& common = arguments.common;
   const LayerShape& shape = arguments.shape;
   LayerOutputs outputs;
@@ -129,8 +129,8 @@ void boxed_layer(StableIValue* stack, uint64_t num_arguments, uint64_t num_outpu
     outputs.sorted = {empty_ints(common, {0}), empty_ints(common, {0}), empty_ints(common, {0}),
                       empty_floats(common, {0})};
   }
-  stack[0] = give(std::move(outputs.out));
-  stack[1] = give(std::move(outputs.preactivation));
+  stack[0] = box(std::move(outputs.out));
+  stack[1] = box(std::move(outputs.preactivation));
   give_sorted(stack + 2, std::move(outputs.sorted));
 }
 
@@ -138,11 +138,11 @@ template <class Backend>
 void boxed_inference(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_inference", num_arguments, kLayerArguments, num_outputs, 1);
   host::Arguments given(stack);
-  const LayerArguments arguments = take_layer(given);
+  const LayerArguments arguments = parse_layer(given);
   LayerOutputs outputs;
   outputs.out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});
   run_layer<Backend>(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
+  stack[0] = box(std::move(outputs.out));
 }
 
 template <class Backend>
@@ -151,7 +151,7 @@ void boxed_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs
   host::Arguments given(stack);
   LayerOutputs outputs;
   outputs.out = given.tensor();
-  const LayerArguments arguments = take_layer(given);
+  const LayerArguments arguments = parse_layer(given);
   check_out(arguments, outputs.out);
   run_layer<Backend>(arguments, outputs);
 }
@@ -177,7 +177,7 @@ void boxed_layer_backward(StableIValue* stack, uint64_t num_arguments, uint64_t 
   host::check_counts(kConsumes ? "_fused_moe_backward_consuming" : "_fused_moe_backward", num_arguments, 15,
                      num_outputs, 6);
   host::Arguments given(stack);
-  LayerBackwardArguments arguments = take_layer_backward(given);
+  LayerBackwardArguments arguments = parse_layer_backward(given);
   arguments.consumes = kConsumes;
   LayerGradients gradients = allocate_gradients(arguments);
   host::set_last_kernel("");
@@ -188,7 +188,7 @@ void boxed_layer_backward(StableIValue* stack, uint64_t num_arguments, uint64_t 
   }
   for (Tensor* gradient :
        {&gradients.dx, &gradients.dw13, &gradients.dw2, &gradients.dweights, &gradients.db13, &gradients.db2}) {
-    *stack++ = gradient->is_given() ? host::give_optional(std::move(*gradient)) : host::give_none();
+    *stack++ = gradient->is_given() ? host::box_optional(std::move(*gradient)) : host::box_none();
   }
 }
 
@@ -196,29 +196,29 @@ template <class Backend>
 void boxed_mxfp4(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_mxfp4", num_arguments, 13, num_outputs, 1);
   host::Arguments given(stack);
-  Mxfp4Arguments arguments = take_mxfp4(given);
+  Mxfp4Arguments arguments = parse_mxfp4(given);
   Tensor out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});
   host::set_last_kernel("");
   if (arguments.shape.slots > 0) Backend::mxfp4(std::move(arguments), out);
-  stack[0] = give(std::move(out));
+  stack[0] = box(std::move(out));
 }
 
 template <class Backend>
 void boxed_grouped(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("grouped_mm", num_arguments, 3, num_outputs, 1);
   host::Arguments given(stack);
-  const GroupedArguments arguments = take_grouped(given);
+  const GroupedArguments arguments = parse_grouped(given);
   Tensor out = empty_rows(arguments.common, {arguments.rows, arguments.b.n});
   host::set_last_kernel("");
   if (arguments.rows > 0) Backend::grouped(arguments, out);
-  stack[0] = give(std::move(out));
+  stack[0] = box(std::move(out));
 }
 
 template <class Backend>
 void boxed_grouped_gradient(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_grouped_mm_2d2d", num_arguments, 3, num_outputs, 1);
   host::Arguments given(stack);
-  const GroupedGradientArguments arguments = take_grouped_gradient(given);
+  const GroupedGradientArguments arguments = parse_grouped_gradient(given);
   Tensor out = empty_rows(arguments.common, {arguments.experts, arguments.a.sizes()[1], arguments.b.sizes()[1]});
   host::set_last_kernel("");
   if (arguments.rows > 0) {
@@ -226,37 +226,37 @@ void boxed_grouped_gradient(StableIValue* stack, uint64_t num_arguments, uint64_
   } else {
     zero(out);
   }
-  stack[0] = give(std::move(out));
+  stack[0] = box(std::move(out));
 }
 
 // Argument checks for tracers.
 template <auto kTake>
-void take_only(host::Arguments& given) {
+void parse_only(host::Arguments& given) {
   kTake(given);
 }
 const host::ArgumentCheck kChecks[] = {
-    {"topk_route", take_only<take_route>},
-    {"moe_sort", take_only<take_sort>},
-    {"_fused_moe_inference", take_only<take_layer>},
+    {"topk_route", parse_only<parse_route>},
+    {"moe_sort", parse_only<parse_sort>},
+    {"_fused_moe_inference", parse_only<parse_layer>},
     {"_fused_moe_out",
      [](host::Arguments& given) {
        const Tensor out = given.tensor();
-       check_out(take_layer(given), out);
+       check_out(parse_layer(given), out);
      }},
-    {"grouped_mm", take_only<take_grouped>},
-    {"_grouped_mm_2d2d", take_only<take_grouped_gradient>},
-    {"_fused_moe_scaled", [](host::Arguments& given) { check_blocks(take_scaled(given).shape); }},
-    {"_fused_moe_scaled_torch", take_only<take_scaled>},
-    {"_fused_moe_mxfp4", take_only<take_mxfp4>},
+    {"grouped_mm", parse_only<parse_grouped>},
+    {"_grouped_mm_2d2d", parse_only<parse_grouped_gradient>},
+    {"_fused_moe_scaled", [](host::Arguments& given) { check_blocks(parse_scaled(given).shape); }},
+    {"_fused_moe_scaled_torch", parse_only<parse_scaled>},
+    {"_fused_moe_mxfp4", parse_only<parse_mxfp4>},
     {"_fused_moe_mxfp4_out",  // as the next one
      [](host::Arguments& given) {
        const Tensor out = given.tensor();
-       check_out(take_mxfp4(given), out);
+       check_out(parse_mxfp4(given), out);
      }},
     {"_fused_moe_scaled_out",  // not an operator: checks the out to which fused_moe copies its result
      [](host::Arguments& given) {
        const Tensor out = given.tensor();
-       check_out(take_scaled(given), out);
+       check_out(parse_scaled(given), out);
      }},
 };
 
@@ -279,13 +279,13 @@ void register_backend(Library& library) {
 void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_scaled", num_arguments, 11, num_outputs, 1);
   host::Arguments given(stack);
-  const ScaledArguments arguments = take_scaled(given);
+  const ScaledArguments arguments = parse_scaled(given);
   check_blocks(arguments.shape);
   LayerOutputs outputs;
   outputs.out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});
   host::set_last_kernel("");
   if (arguments.shape.slots > 0) scaled_cuda(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
+  stack[0] = box(std::move(outputs.out));
 }
 
 }  // namespace flashmoe::moe

@@ -23,7 +23,7 @@ void check_multiple(int64_t size, const char* what) {
 
 }  // namespace
 
-QuantizeWeightsArguments take_quantize_weights(host::Arguments& given) {
+QuantizeWeightsArguments parse_quantize_weights(host::Arguments& given) {
   QuantizeWeightsArguments arguments;
   Needed needed(given);
   Tensor& weights = arguments.weights = needed.take("weights");
@@ -37,7 +37,7 @@ QuantizeWeightsArguments take_quantize_weights(host::Arguments& given) {
   return arguments;
 }
 
-ScaledBackwardArguments take_scaled_backward(host::Arguments& given) {
+ScaledBackwardArguments parse_scaled_backward(host::Arguments& given) {
   ScaledBackwardArguments arguments;
   Needed needed(given);
   SortOutputs& sorted = arguments.sorted;

@@ -11,7 +11,7 @@
 namespace flashmoe::moe {
 namespace {
 
-using host::give;
+using host::box;
 
 Tensor empty_on(const Common& common, std::initializer_list<int64_t> sizes, int32_t dtype) {
   return host::empty(sizes, dtype, common.device_type, common.device_index);
@@ -21,8 +21,8 @@ void zero(const Tensor& tensor) {
   if (tensor.is_given()) host::check_shim(aoti_torch_zero_(tensor.get()), "zero_");
 }
 
-ScaledArguments take_scaled_kept(host::Arguments& given) {
-  ScaledArguments arguments = take_scaled(given);
+ScaledArguments parse_scaled_kept(host::Arguments& given) {
+  ScaledArguments arguments = parse_scaled(given);
   check_blocks(arguments.shape);
   const int32_t dtype = arguments.x.dtype();
   if (dtype != aoti_torch_dtype_bfloat16()) violate("moe.fp8_dtype", {{"name", "x"}, {"found", describe_dtype(dtype)}});
@@ -31,9 +31,9 @@ ScaledArguments take_scaled_kept(host::Arguments& given) {
 
 // Argument checks for tracers.
 const host::ArgumentCheck kChecks[] = {
-    {"_fused_moe_scaled_kept", [](host::Arguments& given) { take_scaled_kept(given); }},
-    {"_fused_moe_scaled_backward", [](host::Arguments& given) { take_scaled_backward(given); }},
-    {"_quantize_weights", [](host::Arguments& given) { take_quantize_weights(given); }},
+    {"_fused_moe_scaled_kept", [](host::Arguments& given) { parse_scaled_kept(given); }},
+    {"_fused_moe_scaled_backward", [](host::Arguments& given) { parse_scaled_backward(given); }},
+    {"_quantize_weights", [](host::Arguments& given) { parse_quantize_weights(given); }},
 };
 
 }  // namespace
@@ -41,7 +41,7 @@ const host::ArgumentCheck kChecks[] = {
 void boxed_scaled_kept(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_scaled_kept", num_arguments, 11, num_outputs, 6);
   host::Arguments given(stack);
-  const ScaledArguments arguments = take_scaled_kept(given);
+  const ScaledArguments arguments = parse_scaled_kept(given);
   const Common& common = arguments.common;
   const LayerShape& shape = arguments.shape;
   LayerOutputs outputs;
@@ -57,14 +57,14 @@ void boxed_scaled_kept(StableIValue* stack, uint64_t num_arguments, uint64_t num
   }
   for (Tensor* output : {&outputs.out, &outputs.preactivation, &outputs.sorted.expert_offsets,
                          &outputs.sorted.row_slots, &outputs.sorted.slot_rows, &outputs.sorted.row_weights}) {
-    *stack++ = give(std::move(*output));
+    *stack++ = box(std::move(*output));
   }
 }
 
 void boxed_scaled_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_fused_moe_scaled_backward", num_arguments, 13, num_outputs, 4);
   host::Arguments given(stack);
-  const ScaledBackwardArguments arguments = take_scaled_backward(given);
+  const ScaledBackwardArguments arguments = parse_scaled_backward(given);
   const Common& common = arguments.common;
   const LayerShape& shape = arguments.shape;
   const int32_t dtype = common.torch_dtype;
@@ -85,14 +85,14 @@ void boxed_scaled_backward(StableIValue* stack, uint64_t num_arguments, uint64_t
     zero(gradients.dw2);
   }
   for (Tensor* gradient : {&gradients.dx, &gradients.dw13, &gradients.dw2, &gradients.dweights}) {
-    *stack++ = gradient->is_given() ? host::give_optional(std::move(*gradient)) : host::give_none();
+    *stack++ = gradient->is_given() ? host::box_optional(std::move(*gradient)) : host::box_none();
   }
 }
 
 void boxed_quantize_weights(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("_quantize_weights", num_arguments, 1, num_outputs, 4);
   host::Arguments given(stack);
-  const QuantizeWeightsArguments arguments = take_quantize_weights(given);
+  const QuantizeWeightsArguments arguments = parse_quantize_weights(given);
   const Common& common = arguments.common;
   const int64_t experts = arguments.weights.sizes()[0], n = arguments.weights.sizes()[1],
                 k = arguments.weights.sizes()[2];
@@ -102,7 +102,7 @@ void boxed_quantize_weights(StableIValue* stack, uint64_t num_arguments, uint64_
                            empty_on(common, {experts, k / kScaleBlock, n / kScaleBlock}, float32())};
   quantize_weights_cuda(arguments, outputs);
   for (Tensor* output : {&outputs.values, &outputs.scales, &outputs.transposed, &outputs.transposed_scales}) {
-    *stack++ = give(std::move(*output));
+    *stack++ = box(std::move(*output));
   }
 }
 
