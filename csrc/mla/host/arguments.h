@@ -21,7 +21,7 @@ struct DecodeArguments {
   bool is_causal = true;
   int64_t num_splits = 0;         // 0: the kernels choose; 1: each row's result is the same in any batch
   Dtype dtype = Dtype::kFloat16;  // of q
-  bool has_codes = false;         // kv_cache holds 8-bit floats
+  bool is_fp8 = false;            // kv_cache holds 8-bit floats
 
   int64_t batch() const { return q.sizes()[0]; }
   int64_t tokens() const { return q.sizes()[1]; }

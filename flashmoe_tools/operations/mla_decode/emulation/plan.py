@@ -1,4 +1,4 @@
-"""How the key blocks of a batch fall to parts, as csrc/mla/plan.cuh describes it."""
+"""How the key blocks of a batch fall to parts, as csrc/mla/tile_scheduler.cuh describes it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
