@@ -89,7 +89,7 @@ __device__ __forceinline__ void combine_unit(const DecodeParams& params, const S
   using Element = typename Spec::Element;
   constexpr int kColumns = kTilePairs * kSumColumns;
   constexpr int kColumnUnits = kLatentDim / kColumns;
-  constexpr int kPartsInFlight = 16 / kTilePairs;  // parts whose loads are in flight
+  constexpr int kPartsInFlight = 16 / kTilePairs;
   constexpr int kRowLanes = 4;
   const int num_rows = params.tokens * params.heads;
   // Recomputed for each number of columns: values common to both instantiations would stay in registers, and spill.

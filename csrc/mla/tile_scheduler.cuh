@@ -59,9 +59,9 @@ struct TileScheduler {
 
   const DecodeParams& params;
   const int sm_part;
-  int blocks_per_part;  // key blocks per part
-  int offset;           // among all key blocks: where the next work tile begins
-  int group;            // the lanes have sequences group to group + 31
+  int blocks_per_part;
+  int offset;  // among all key blocks: where the next work tile begins
+  int group;   // the lanes have sequences group to group + 31
   int group_offset;
   // Of this lane's sequence:
   int keys;
@@ -118,16 +118,16 @@ struct TileScheduler {
     // Equal sequences: whole parts for each, or whole sequences per part, if no part becomes more than 1/16 longer.
     int overhead = kOverheadBlocks;
     if (min_blocks == max_blocks) {
-      int item = max_blocks + kOverheadBlocks;
+      int sequence_blocks = max_blocks + kOverheadBlocks;
       int aligned;
       if (params.parts_per_sequence > 0) {
         aligned = max((max_blocks + params.parts_per_sequence - 1) / params.parts_per_sequence, min_blocks_per_part);
-        item = params.parts_per_sequence * aligned;
+        sequence_blocks = params.parts_per_sequence * aligned;
       } else {
-        aligned = (blocks_per_part + item - 1) / item * item;
+        aligned = (blocks_per_part + sequence_blocks - 1) / sequence_blocks * sequence_blocks;
       }
       if (aligned <= blocks_per_part + blocks_per_part / 16) {
-        overhead = item - max_blocks;
+        overhead = sequence_blocks - max_blocks;
         blocks_per_part = aligned;
       }
     }

@@ -42,16 +42,16 @@ struct DecodeParams {
   int32_t max_keys;  // per sequence: what its pages hold
   int32_t page_size;
   int32_t num_pages;
-  int32_t num_slots;            // rows of all pages, for indices
-  int32_t is_fp8;               // the cache is FP8: how TMA counts its elements (sm90/tensor_map.h)
-  int32_t box_rows;             // keys that TMA loads from a page at once (sm90/tensor_map.h); unused by other kernels
-  int32_t is_causal;            // token t sees the keys before cache_seqlens - (tokens - 1 - t)
-  int32_t block_m;              // rows of a tile
-  int32_t row_tiles;            // tiles per sequence
-  int32_t block_n_log2;         // log2 of the keys per key block
-  int32_t num_sm_parts;         // equal shares of all sequences' key blocks (tile_scheduler.cuh)
-  int32_t parts_per_sequence;   // if all are equal; 0: more sequences than lanes of a warp, or than parts
-  int32_t min_blocks_per_part;  // minimum key blocks per part
+  int32_t num_slots;           // rows of all pages, for indices
+  int32_t is_fp8;              // the cache is FP8: how TMA counts its elements (sm90/tensor_map.h)
+  int32_t box_rows;            // keys that TMA loads from a page at once (sm90/tensor_map.h); unused by other kernels
+  int32_t is_causal;           // token t sees the keys before cache_seqlens - (tokens - 1 - t)
+  int32_t block_m;             // rows of a tile
+  int32_t row_tiles;           // tiles per sequence
+  int32_t block_n_log2;        // log2 of the keys per key block
+  int32_t num_sm_parts;        // equal shares of all sequences' key blocks (tile_scheduler.cuh)
+  int32_t parts_per_sequence;  // if all are equal; 0: more sequences than lanes of a warp, or than parts
+  int32_t min_blocks_per_part;
   int32_t num_splits;           // maximum parts per sequence; 1: none is split
   int32_t warps_per_sum;        // of combine.cuh: warps that share the sum over a row's parts
   int32_t tile_pairs_per_warp;  // of combine.cuh: pairs of tiles that a warp adds up, 1 or 2
