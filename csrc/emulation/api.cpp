@@ -21,7 +21,9 @@ void emulation_map_buffer(uint64_t address, void* storage, uint64_t bytes, int w
   flashmoe::emulation::map_buffer(address, storage, bytes, writable != 0, initialised != 0, name);
 }
 
-void emulation_expect_from_grid_in_front(uint64_t address) { flashmoe::emulation::expect_from_grid_in_front(address); }
+void emulation_expect_from_preceding_grid(uint64_t address) {
+  flashmoe::emulation::expect_from_preceding_grid(address);
+}
 
 void emulation_clear_buffers() { flashmoe::emulation::clear_buffers(); }
 

@@ -36,7 +36,7 @@ uint64_t emulation_reserve(uint64_t bytes);
 void emulation_map_buffer(uint64_t address, void* storage, uint64_t bytes, int writable, int initialised,
                           const char* name);
 // The kernel is a dependent launch, and the preceding grid writes this buffer (given by its address).
-void emulation_expect_from_grid_in_front(uint64_t address);
+void emulation_expect_from_preceding_grid(uint64_t address);
 void emulation_clear_buffers();
 
 // Fills the 128 bytes at `map`, with the checks of cuTensorMapEncodeTiled. dims and box count elements, innermost

@@ -332,9 +332,7 @@ void make_due_arrivals(Fiber& fiber) {
   }
 }
 
-void transaction_complete(Block& block, Mbarrier& barrier, uint32_t bytes, uint32_t issue_phase, const Site& site,
-                          const char* what) {
-  (void)block;
+void transaction_complete(Mbarrier& barrier, uint32_t bytes, uint32_t issue_phase, const Site& site, const char* what) {
   if (barrier.phase != issue_phase) {
     fail(FailureKind::kTransactionCount, site, what,
          "%u bytes of a copy issued in phase %u arrive in phase %u of the %s: fewer bytes were announced than copied",

@@ -162,7 +162,7 @@ float value_of(Format format, uint32_t word, int index) {
 }
 
 // Position of element (row, column) of an 8x8 matrix in the registers: lane and half.
-void register_place(bool transposed, int row, int column, int& lane, int& half) {
+void register_position(bool transposed, int row, int column, int& lane, int& half) {
   const int major = transposed ? column : row, minor = transposed ? row : column;
   lane = major * 4 + minor / 2;
   half = minor % 2;
@@ -187,7 +187,7 @@ void load_matrix(uint32_t* r, uint32_t smem_row, int matrices, bool transposed, 
       std::memcpy(elements, block.shared.data() + offset, 16);
       for (int column = 0; column < 8; ++column) {
         int lane, half;
-        register_place(common.transposed, row % kRows, column, lane, half);
+        register_position(common.transposed, row % kRows, column, lane, half);
         result[lane][row / kRows] |= static_cast<uint32_t>(elements[column]) << 16 * half;
       }
     }
@@ -214,7 +214,7 @@ void store_matrix(uint32_t smem_row, const uint32_t* r, int matrices, bool trans
       uint16_t elements[8];
       for (int column = 0; column < 8; ++column) {
         int lane, half;
-        register_place(common.transposed, row % kRows, column, lane, half);
+        register_position(common.transposed, row % kRows, column, lane, half);
         elements[column] = half_of(argument_of<MatrixArguments>(warp, lane).r[row / kRows], half);
       }
       std::memcpy(block.shared.data() + offset, elements, 16);

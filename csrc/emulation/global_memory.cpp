@@ -42,9 +42,9 @@ void map_buffer(uint64_t address, void* storage, uint64_t bytes, bool writable, 
   machine.buffers.push_back(std::move(buffer));
 }
 
-void expect_from_grid_in_front(uint64_t address) {
+void expect_from_preceding_grid(uint64_t address) {
   for (Buffer& buffer : machine.buffers) {
-    if (buffer.base == address) buffer.of_grid_in_front = true;
+    if (buffer.base == address) buffer.from_preceding_grid = true;
   }
 }
 
@@ -142,7 +142,7 @@ unsigned char* global_storage(const void* gmem, uint32_t bytes, uint32_t alignme
          nearest_text(address).c_str());
   }
   const uint64_t offset = address - buffer->base;
-  if (buffer->of_grid_in_front && fiber != nullptr && !fiber->grid_waited) {
+  if (buffer->from_preceding_grid && fiber != nullptr && !fiber->grid_waited) {
     fail(FailureKind::kGlobalRace, site, what, "touches '%s', which the grid in front may still write: no wait for it",
          buffer->name.c_str());
   }

@@ -57,14 +57,7 @@ struct Access {
 
 // kAdded: the reads are additions that nothing orders before other accesses yet. kLoading: an arrival released the word
 // after a load that may still be under way.
-enum WordFlag : uint8_t {
-  kInitialised = 1,
-  kAsyncWrite = 2,
-  kBarrierWord = 4,
-  kWritten = 8,
-  kAdded = 16,
-  kLoading = 32
-};
+enum WordFlag : uint8_t { kAsyncWrite = 1, kBarrierWord = 2, kWritten = 4, kAdded = 8, kLoading = 16 };
 
 // One 4-byte word of shared memory: its last write and the reads since then that are not known to be complete.
 struct Word {
@@ -170,7 +163,7 @@ struct Mbarrier {
 // ---- asynchronous units --------------------------------------------------------------------------------------------
 struct TensorMapContent {
   uint32_t magic;
-  uint8_t rank, element_bytes, swizzle_bytes, nan_fill;
+  uint8_t rank, element_bytes, swizzle_bytes;
   uint64_t address;
   uint64_t dims[5];     // elements
   uint64_t strides[4];  // bytes, of dimensions 1 to 4
@@ -201,16 +194,15 @@ struct Accumulator {  // a warp's share of a wgmma accumulator while products ar
   bool released = false;
 };
 
-struct ProductPart {
-  bool arrived = false;
+struct WarpOperands {
   std::shared_ptr<Accumulator> accumulator;
   // If A comes from registers, by lane: [32][4] values, and their addresses (null: temporaries).
   std::vector<uint32_t> a;
-  std::vector<const uint32_t*> a_places;
+  std::vector<const uint32_t*> a_addresses;
 };
 
 struct Product {
-  ProductPart parts[4];
+  WarpOperands warps[4];
   int arrived = 0;
   int columns = 0;
   bool a_in_registers = false, transposed_a = false, transposed_b = false, executed = false;
@@ -254,7 +246,7 @@ struct Buffer {
   uint64_t bytes;
   unsigned char* storage;
   bool writable;
-  bool of_grid_in_front;  // the preceding grid may still write it: nothing may touch it before the wait for that grid
+  bool from_preceding_grid;  // that grid may still write it: nothing may touch it before the wait for it
   std::string name;
   std::vector<uint8_t> initialised;  // per byte; empty when all of it is
   std::vector<uint64_t> writer;      // per byte: (block * kMaxBlockThreads + thread + 1) << 32 | clock
@@ -335,7 +327,7 @@ unsigned char* global_storage(const void* gmem, uint32_t bytes, uint32_t alignme
 uint64_t add_buffer(void* storage, uint64_t bytes, bool writable, bool initialised, const char* name);
 uint64_t reserve_addresses(uint64_t bytes);
 void map_buffer(uint64_t address, void* storage, uint64_t bytes, bool writable, bool initialised, const char* name);
-void expect_from_grid_in_front(uint64_t address);
+void expect_from_preceding_grid(uint64_t address);
 void clear_buffers();
 bool in_windows(const void* address);
 
@@ -349,8 +341,7 @@ bool complete_random_tensor_copy(Block& block);
 void run_tensor_copy(Block& block, TensorCopy copy);
 void finish_stores(Fiber& fiber, uint32_t through_group);
 bool execute_random_product(Block& block);
-void transaction_complete(Block& block, Mbarrier& barrier, uint32_t bytes, uint32_t issue_phase, const Site& site,
-                          const char* what);
+void transaction_complete(Mbarrier& barrier, uint32_t bytes, uint32_t issue_phase, const Site& site, const char* what);
 Mbarrier& find_mbarrier(Block& block, uint32_t address, const Site& site, const char* what);
 void check_at_exit(Block& block);
 

@@ -74,14 +74,14 @@ void bulk_load(uint32_t smem, const void* gmem, uint32_t bytes, uint32_t barrier
 // A bulk store to global memory, or with `adds` an addition of float32 words; `bytes` is a multiple of 16.
 void bulk_copy(float* gmem, uint32_t smem, uint32_t bytes, bool adds, const Site& site, const char* what);
 void tensor_store_commit(const Site& site, const char* what);
-void tensor_store_wait(int pending, bool only_reads, const Site& site, const char* what);
+void tensor_store_wait(int pending, const Site& site, const char* what);
 
 // wgmma: d[columns / 2] per thread; a == nullptr takes A from descriptor_a, else from the 4 registers at a, which must
-// keep their values until the wait if a_has_place (they are the kernel's own, not copies for this call).
+// keep their values until the wait if a_has_address (they are the kernel's own, not copies for this call).
 void wgmma_fence(const Site& site, const char* what);
 void wgmma_commit(const Site& site, const char* what);
 void wgmma_wait(int pending, const Site& site, const char* what);
-void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_place, uint64_t descriptor_a,
+void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_address, uint64_t descriptor_a,
                    uint64_t descriptor_b, bool transposed_a, bool transposed_b, int scale_d, Format format,
                    const Site& site, const char* what);
 void set_max_registers(int registers, bool increase, const Site& site, const char* what);

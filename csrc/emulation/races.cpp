@@ -228,7 +228,7 @@ void record_write(Block& block, uint32_t offset, uint32_t bytes, const Fiber& fi
       }
     }
     word.write = access;
-    word.flags = static_cast<uint8_t>(kWritten | kInitialised | (async ? kAsyncWrite : 0));
+    word.flags = static_cast<uint8_t>(kWritten | (async ? kAsyncWrite : 0));
   }
 }
 

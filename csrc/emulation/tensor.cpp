@@ -235,7 +235,7 @@ void run_tensor_copy(Block& block, TensorCopy copy) {
   }
   if (!copy.is_store) {
     const uint32_t bytes = static_cast<uint32_t>(copy.row_end - copy.row_begin) * row_bytes(copy.map);
-    transaction_complete(block, *block.mbarriers[static_cast<size_t>(copy.mbarrier)], bytes, copy.phase, copy.site,
+    transaction_complete(*block.mbarriers[static_cast<size_t>(copy.mbarrier)], bytes, copy.phase, copy.site,
                          "tma_load");
   }
   machine.current = before;
@@ -253,7 +253,7 @@ bool complete_random_tensor_copy(Block& block) {
 
 void tensor_store_commit(const Site&, const char*) { ++machine.current->stores_committed; }
 
-void tensor_store_wait(int pending, bool, const Site&, const char*) {
+void tensor_store_wait(int pending, const Site&, const char*) {
   Fiber& fiber = *machine.current;
   const uint32_t left = static_cast<uint32_t>(pending);
   const uint32_t through = fiber.stores_committed > left ? fiber.stores_committed - left : 0;

@@ -70,17 +70,18 @@ void for_each_chunk(const Operand& operand, bool k_major, int row_begin, int row
 
 // The same for the 16 rows of A that warp `part` multiplies; if transposed, chunks are counted from its first.
 template <typename Visit>
-void for_each_chunk_of_a(uint64_t descriptor, bool transposed, int part, const Block& block, const Site& site,
+void for_each_chunk_of_a(uint64_t descriptor, bool transposed, int warp_index, const Block& block, const Site& site,
                          const char* what, Visit visit) {
   const Operand operand = decode(descriptor, site, what);
   if (!transposed) {
-    for_each_chunk(operand, true, part * kWarpRows, (part + 1) * kWarpRows, kDepth / 8, block, site, what, visit);
+    for_each_chunk(operand, true, warp_index * kWarpRows, (warp_index + 1) * kWarpRows, kDepth / 8, block, site, what,
+                   visit);
     return;
   }
   constexpr int kChunks = kWarpRows / 8;
   for (int row = 0; row < kDepth; ++row) {
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      visit(row, chunk, chunk_offset(operand, false, row, part * kChunks + chunk, block, site, what));
+      visit(row, chunk, chunk_offset(operand, false, row, warp_index * kChunks + chunk, block, site, what));
     }
   }
 }
@@ -102,7 +103,7 @@ struct ProductArguments {
   float* d;
   int columns;
   const uint32_t* a;
-  bool a_has_place;
+  bool a_has_address;
   uint64_t descriptor_a, descriptor_b;
   bool transposed_a, transposed_b;
   int scale_d;
@@ -114,10 +115,10 @@ struct ProductArguments {
 // The accumulator of this warp's lanes: the one in flight if the registers are the same, otherwise a new one that takes
 // their values and leaves poison.
 std::shared_ptr<Accumulator> take_accumulator(Warp& warp, Warpgroup& group, int columns, const ProductArguments& mine) {
-  const int part = warp.index % kWarps;
+  const int warp_index = warp.index % kWarps;
   float* first = static_cast<ProductArguments*>(warp.arguments[0])->d;
   for (auto product = group.products.rbegin(); product != group.products.rend(); ++product) {
-    const auto& candidate = product->parts[part].accumulator;
+    const auto& candidate = product->warps[warp_index].accumulator;
     if (candidate == nullptr || candidate->released || candidate->lanes[0] != first) continue;
     if (candidate->columns != columns) {
       fail(FailureKind::kWgmmaMisuse, *mine.site, mine.what, "the same accumulators with %d columns are in flight",
@@ -155,27 +156,27 @@ void give_back(Accumulator& accumulator, const Product& product) {
   accumulator.released = true;
 }
 
-void check_a_registers(const ProductPart& part, const Product& product) {
-  for (size_t lane = 0; lane < part.a_places.size(); ++lane) {
-    const uint32_t* place = part.a_places[lane];
-    if (place == nullptr || std::equal(place, place + 4, &part.a[lane * 4])) continue;
+void check_a_registers(const WarpOperands& operands, const Product& product) {
+  for (size_t lane = 0; lane < operands.a_addresses.size(); ++lane) {
+    const uint32_t* a = operands.a_addresses[lane];
+    if (a == nullptr || std::equal(a, a + 4, &operands.a[lane * 4])) continue;
     fail(FailureKind::kOperandTouched, product.site, "Wgmma",
          "the registers of A of lane %zu were written between the product and the wgmma_wait that covers it", lane);
   }
 }
 
-void gather_a(Block& block, const Product& product, int part, std::vector<float>& a) {
+void gather_a(Block& block, const Product& product, int warp_index, std::vector<float>& a) {
   const int depth = depth_of(product.format), per_chunk = elements_in_chunk(product.format);
   a.assign(static_cast<size_t>(kWarpRows * depth), 0.0f);
   if (product.a_in_registers) {
     // A register holds two 16-bit or four 8-bit neighbours along k, registers 0 and 1 in the first half of the depth.
-    const std::vector<uint32_t>& registers = product.parts[part].a;
+    const std::vector<uint32_t>& registers = product.warps[warp_index].a;
     const int in_word = depth / 8, bits = 32 / in_word;
     for (int lane = 0; lane < kWarpSize; ++lane) {
       for (int i = 0; i < 4 * in_word; ++i) {
-        const int place = i / in_word, row = lane / 4 + 8 * (place % 2);
-        const int k = lane % 4 * in_word + depth / 2 * (place / 2) + i % in_word;
-        const uint32_t value = registers[static_cast<size_t>(lane * 4 + place)] >> bits * (i % in_word);
+        const int word = i / in_word, row = lane / 4 + 8 * (word % 2);
+        const int k = lane % 4 * in_word + depth / 2 * (word / 2) + i % in_word;
+        const uint32_t value = registers[static_cast<size_t>(lane * 4 + word)] >> bits * (i % in_word);
         a[static_cast<size_t>(row * depth + k)] = product.format == Format::kE4M3
                                                       ? e4m3_to_float(static_cast<uint8_t>(value))
                                                       : element_to_float(product.format, static_cast<uint16_t>(value));
@@ -183,10 +184,10 @@ void gather_a(Block& block, const Product& product, int part, std::vector<float>
     }
     return;
   }
-  for_each_chunk_of_a(product.descriptor_a, product.transposed_a, part, block, product.site, "Wgmma",
+  for_each_chunk_of_a(product.descriptor_a, product.transposed_a, warp_index, block, product.site, "Wgmma",
                       [&](int row, int chunk, uint32_t offset) {
                         for (int i = 0; i < per_chunk; ++i) {
-                          const int m = product.transposed_a ? chunk * 8 + i : row - part * kWarpRows;
+                          const int m = product.transposed_a ? chunk * 8 + i : row - warp_index * kWarpRows;
                           const int k = product.transposed_a ? row : chunk * per_chunk + i;
                           a[static_cast<size_t>(m * depth + k)] =
                               chunk_element(product.format, block.shared.data() + offset, i);
@@ -213,9 +214,9 @@ void gather_b(Block& block, const Product& product, std::vector<float>& b) {
 void execute(Block& block, Product& product) {
   std::vector<float> a, b;
   gather_b(block, product, b);
-  for (int part = 0; part < kWarps; ++part) {
-    gather_a(block, product, part, a);
-    std::vector<float>& value = product.parts[part].accumulator->value;
+  for (int warp_index = 0; warp_index < kWarps; ++warp_index) {
+    gather_a(block, product, warp_index, a);
+    std::vector<float>& value = product.warps[warp_index].accumulator->value;
     if (product.scale_d == 0) std::fill(value.begin(), value.end(), 0.0f);
     const bool is_8_bit = product.format == Format::kE4M3;
     const TensorCore core{machine.launch.tensor_core_block, machine.launch.tensor_core_extra_bits};
@@ -240,7 +241,7 @@ bool execute_next(Block& block, Warpgroup& group) {
 bool try_finish_wait(Warp& warp, uint32_t through) {
   Block& block = *warp.block;
   Warpgroup& group = warpgroup_of(warp);
-  const int part = warp.index % kWarps;
+  const int warp_index = warp.index % kWarps;
   for (Product& product : group.products) {
     if (product.group > through) break;
     while (!product.executed) {
@@ -250,7 +251,7 @@ bool try_finish_wait(Warp& warp, uint32_t through) {
   for (size_t i = 0; i < group.products.size(); ++i) {
     Product& product = group.products[i];
     if (product.group > through) break;
-    ProductPart& mine = product.parts[part];
+    WarpOperands& mine = product.warps[warp_index];
     if (mine.accumulator == nullptr) continue;
     check_a_registers(mine, product);
     if (!mine.accumulator->released && mine.accumulator->last_product == group.first + i) {
@@ -260,8 +261,8 @@ bool try_finish_wait(Warp& warp, uint32_t through) {
   }
   while (!group.products.empty()) {
     const Product& front = group.products.front();
-    if (!front.executed || std::any_of(std::begin(front.parts), std::end(front.parts),
-                                       [](const ProductPart& p) { return p.accumulator != nullptr; })) {
+    if (!front.executed || std::any_of(std::begin(front.warps), std::end(front.warps),
+                                       [](const WarpOperands& p) { return p.accumulator != nullptr; })) {
       break;
     }
     group.products.pop_front();
@@ -345,20 +346,19 @@ bool issue(Warp& warp) {
   } else {
     check_same(product, mine, group_number);
   }
-  ProductPart& part = product.parts[warp.index % kWarps];
-  part.accumulator = take_accumulator(warp, group, mine.columns, mine);
-  const bool in_flight_before = part.accumulator.use_count() > 1;
+  WarpOperands& operands = product.warps[warp.index % kWarps];
+  operands.accumulator = take_accumulator(warp, group, mine.columns, mine);
+  const bool in_flight_before = operands.accumulator.use_count() > 1;
   if (!warp.fenced_since_commit && (mine.a != nullptr || !in_flight_before)) {
     fail(FailureKind::kWgmmaMisuse, *mine.site, mine.what,
          "no wgmma_fence since the last wgmma_commit orders the registers before this product");
   }
-  part.accumulator->last_product = number;
-  part.arrived = true;
+  operands.accumulator->last_product = number;
   if (mine.a != nullptr) {
     for (int lane = 0; lane < kWarpSize; ++lane) {
       const uint32_t* a = static_cast<ProductArguments*>(warp.arguments[lane])->a;
-      part.a.insert(part.a.end(), a, a + 4);
-      part.a_places.push_back(mine.a_has_place ? a : nullptr);
+      operands.a.insert(operands.a.end(), a, a + 4);
+      operands.a_addresses.push_back(mine.a_has_address ? a : nullptr);
     }
   }
   record_operands(warp, mine, group_number);
@@ -372,7 +372,7 @@ struct WaitArguments {
 
 }  // namespace
 
-void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_place, uint64_t descriptor_a,
+void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_address, uint64_t descriptor_a,
                    uint64_t descriptor_b, bool transposed_a, bool transposed_b, int scale_d, Format format,
                    const Site& site, const char* what) {
   maybe_switch();
@@ -381,7 +381,8 @@ void wgmma_product(float* d, int columns, const uint32_t* a, bool a_has_place, u
     fail(FailureKind::kWgmmaMisuse, site, what, "warp %d is not part of a whole warpgroup", fiber.warp->index);
   }
   ProductArguments arguments{
-      d, columns, a, a_has_place, descriptor_a, descriptor_b, transposed_a, transposed_b, scale_d, format, &site, what};
+      d,       columns, a,     a_has_address, descriptor_a, descriptor_b, transposed_a, transposed_b,
+      scale_d, format,  &site, what};
   gather(what, site, &arguments, issue);
 }
 

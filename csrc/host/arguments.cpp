@@ -18,7 +18,7 @@ int32_t device_type_named(const std::string& name) {
 
 }  // namespace
 
-std::string Description::line(const char* kind) {
+std::string TextArguments::line(const char* kind) {
   const std::size_t end = text_.find('\n', next_);
   if (end == std::string::npos) fail(ErrorCode::kInternal, "a call is described with too few arguments");
   const std::string line = text_.substr(next_, end - next_);
@@ -29,7 +29,7 @@ std::string Description::line(const char* kind) {
   return line.substr(length + 1);
 }
 
-Tensor Description::tensor() {
+Tensor TextArguments::tensor() {
   std::istringstream words(line("tensor"), std::ios_base::in);
   std::string dtype;
   int64_t rank = 0;
@@ -47,9 +47,9 @@ Tensor Description::tensor() {
   return Tensor(&tensors_.back());
 }
 
-int64_t Description::integer() { return std::strtoll(line("value").c_str(), nullptr, 10); }
+int64_t TextArguments::integer() { return std::strtoll(line("value").c_str(), nullptr, 10); }
 
-std::optional<double> Description::number() {
+std::optional<double> TextArguments::number() {
   const std::string word = line("value");
   if (word.empty()) return std::nullopt;
   return std::strtod(word.c_str(), nullptr);
@@ -64,7 +64,7 @@ std::string check_description(const char* name, const char* description) {
   try {
     for (const ArgumentCheck* check = g_checks; check != nullptr; check = check->next) {
       if (std::strcmp(check->name, name) != 0) continue;
-      Description described{std::string(description)};
+      TextArguments described{std::string(description)};
       Arguments given(&described);
       check->function(given);
       return "";

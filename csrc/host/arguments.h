@@ -1,9 +1,9 @@
 // The arguments of one operator call, read in the order of its schema: from torch's stack or, when a tracer asks
 // whether a call is allowed, from a description in text. Both run the same checks, so each rule is written once.
 //
-//   ForwardArguments take_forward(host::Arguments& given) { ... given.tensor() ... given.number() ...; check(...); return ...; }
-//   boxed function:   host::Arguments given(stack);  const ForwardArguments arguments = take_forward(given);
-//   at trace time:    const host::ArgumentCheck kCheck("operator's name", [](host::Arguments& given) { take_forward(given); });
+//   ForwardArguments parse_forward(host::Arguments& given) { ... given.tensor() ... given.number() ...; check(...); return ...; }
+//   boxed function:   host::Arguments given(stack);  const ForwardArguments arguments = parse_forward(given);
+//   at trace time:    const host::ArgumentCheck kCheck("operator's name", [](host::Arguments& given) { parse_forward(given); });
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@
 namespace flashmoe::host {
 
 // One argument per line: "tensor DTYPE DEVICE RANK SIZES... STRIDES...", "none", "value NUMBER" or "text WORDS".
-class Description {
+class TextArguments {
  public:
-  explicit Description(std::string text) : text_(std::move(text)) {}
+  explicit TextArguments(std::string text) : text_(std::move(text)) {}
   Tensor tensor();  // borrows from this; not given for "none"
   int64_t integer();
   std::optional<double> number();
@@ -35,15 +35,15 @@ class Description {
 class Arguments {
  public:
   explicit Arguments(const StableIValue* stack) : stack_(stack) {}
-  explicit Arguments(Description* described) : described_(described) {}
+  explicit Arguments(TextArguments* described) : described_(described) {}
 
-  Tensor tensor() { return described_ == nullptr ? take_tensor(*stack_++) : described_->tensor(); }
-  Tensor optional_tensor() { return described_ == nullptr ? take_optional_tensor(*stack_++) : described_->tensor(); }
-  int64_t integer() { return described_ == nullptr ? take<int64_t>(*stack_++) : described_->integer(); }
-  bool flag() { return described_ == nullptr ? take<bool>(*stack_++) : described_->integer() != 0; }
-  double number() { return described_ == nullptr ? take<double>(*stack_++) : described_->number().value_or(0.0); }
+  Tensor tensor() { return described_ == nullptr ? unbox_tensor(*stack_++) : described_->tensor(); }
+  Tensor optional_tensor() { return described_ == nullptr ? unbox_optional_tensor(*stack_++) : described_->tensor(); }
+  int64_t integer() { return described_ == nullptr ? unbox<int64_t>(*stack_++) : described_->integer(); }
+  bool flag() { return described_ == nullptr ? unbox<bool>(*stack_++) : described_->integer() != 0; }
+  double number() { return described_ == nullptr ? unbox<double>(*stack_++) : described_->number().value_or(0.0); }
   std::optional<double> optional_number() {
-    return described_ == nullptr ? take<std::optional<double>>(*stack_++) : described_->number();
+    return described_ == nullptr ? unbox<std::optional<double>>(*stack_++) : described_->number();
   }
   // Several arguments of one kind, in order.
   template <class... T>
@@ -62,11 +62,11 @@ class Arguments {
   void numbers(T&... taken) {
     ((taken = number()), ...);
   }
-  std::string text() { return described_ == nullptr ? take_text(*stack_++) : described_->line("text"); }
+  std::string text() { return described_ == nullptr ? unbox_text(*stack_++) : described_->line("text"); }
 
  private:
   const StableIValue* stack_ = nullptr;
-  Description* described_ = nullptr;
+  TextArguments* described_ = nullptr;
 };
 
 // Registered under an operator's name, for flashmoe_check: reads the arguments and throws on the first broken rule.

@@ -24,13 +24,13 @@ inline void check_counts(const char* name, uint64_t num_arguments, uint64_t argu
 
 // An argument by value: bool, int64_t, double, or an optional of one.
 template <class T>
-T take(StableIValue argument) {
+T unbox(StableIValue argument) {
   return torch::stable::detail::to<T>(argument);
 }
 
 // A text argument. torch's own conversion to std::string leaks it, and needs GLIBCXX_3.4.26.
-inline std::string take_text(StableIValue argument) {
-  const auto handle = take<StringHandle>(argument);
+inline std::string unbox_text(StableIValue argument) {
+  const auto handle = unbox<StringHandle>(argument);
   std::size_t length = 0;
   const char* text = nullptr;
   check_shim(torch_string_length(handle, &length), "string_length");
@@ -40,18 +40,18 @@ inline std::string take_text(StableIValue argument) {
   return copied;
 }
 
-inline Tensor take_tensor(StableIValue argument) { return Tensor(take<AtenTensorHandle>(argument)); }
+inline Tensor unbox_tensor(StableIValue argument) { return Tensor(unbox<AtenTensorHandle>(argument)); }
 
 // For an argument declared as Tensor?: a null handle for None.
-inline Tensor take_optional_tensor(StableIValue argument) {
-  return Tensor(take<std::optional<AtenTensorHandle>>(argument).value_or(nullptr));
+inline Tensor unbox_optional_tensor(StableIValue argument) {
+  return Tensor(unbox<std::optional<AtenTensorHandle>>(argument).value_or(nullptr));
 }
 
 // A result declared as Tensor; as Tensor?; and as None.
-inline StableIValue give(Tensor result) { return torch::stable::detail::from(result.release()); }
-inline StableIValue give_optional(Tensor result) {
+inline StableIValue box(Tensor result) { return torch::stable::detail::from(result.release()); }
+inline StableIValue box_optional(Tensor result) {
   return torch::stable::detail::from(std::optional<AtenTensorHandle>(result.release()));
 }
-inline StableIValue give_none() { return torch::stable::detail::from(std::nullopt); }
+inline StableIValue box_none() { return torch::stable::detail::from(std::nullopt); }
 
 }  // namespace flashmoe::host

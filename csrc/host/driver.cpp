@@ -57,7 +57,7 @@ int32_t attribute(CUdevice handle, CUdevice_attribute which, const char* what) {
 }
 
 // Two transfers per clock. Only cache hints depend on it, so a driver that does not report it is no error.
-int32_t memory_rate(CUdevice handle) {
+int32_t memory_bandwidth(CUdevice handle) {
   int khz = 0, bits = 0;
   const auto ask = driver().cuDeviceGetAttribute;
   if (ask(&khz, CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, handle) != CUDA_SUCCESS) return 0;
@@ -83,7 +83,7 @@ std::unique_ptr<Device> read_device(int32_t index) {
   found->shared_bytes_optin =
       attribute(handle, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, "shared memory per block");
   found->l2_bytes = attribute(handle, CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, "L2 cache");
-  found->memory_rate = memory_rate(handle);
+  found->memory_bandwidth = memory_bandwidth(handle);
   return found;
 }
 

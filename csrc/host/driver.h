@@ -80,7 +80,7 @@ struct Device {
   int32_t num_multiprocessors = 0;
   int32_t shared_bytes_optin = 0;
   int32_t l2_bytes = 0;
-  int32_t memory_rate = 0;  // bytes per ns, from the memory's clock and bus width; 0: not reported by the driver
+  int32_t memory_bandwidth = 0;  // bytes per ns, from the memory's clock and bus width; 0: not reported by the driver
   std::string name;
 };
 

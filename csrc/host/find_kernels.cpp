@@ -65,7 +65,7 @@ std::string key_of(const KernelName& name, int32_t size_axis) {
   return key;
 }
 
-const Kernel* look_through(const KernelName& name, int32_t size_axis, const KernelList& kernels) {
+const Kernel* search(const KernelName& name, int32_t size_axis, const KernelList& kernels) {
   const auto holds = [&](const Kernel& kernel) {
     int32_t axis = 0;
     for (const int32_t asked : name.axes) {
@@ -153,9 +153,9 @@ const char* const* families_of(int32_t capability) {
 
 const Kernel* find_kernel(const KernelName& name, int32_t size_axis, const KernelList& kernels) {
   Known& mine = known();
-  if (&kernels != &mine.kernels) return look_through(name, size_axis, kernels);
+  if (&kernels != &mine.kernels) return search(name, size_axis, kernels);
   const auto [answer, is_new] = mine.answers.try_emplace(key_of(name, size_axis), nullptr);
-  if (is_new) answer->second = look_through(name, size_axis, kernels);
+  if (is_new) answer->second = search(name, size_axis, kernels);
   return answer->second;
 }
 

@@ -7,7 +7,7 @@
 
 namespace flashmoe::mla {
 
-// Eight codes times their scale, in float32, rounded to elements: 16 bytes.
+// Eight e4m3 values times their scale, in float32, rounded to elements: 16 bytes.
 template <typename Element>
 __device__ __forceinline__ void dequantize(uint32_t (&words)[4], uint32_t low, uint32_t high, float scale) {
 #pragma unroll

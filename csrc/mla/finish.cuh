@@ -31,9 +31,10 @@ __device__ __forceinline__ FinishedRow finish_row(const DecodeParams& params, in
 __device__ __forceinline__ void store_lse(const DecodeParams& params, int batch, int row, float lse) {
   const int token = static_cast<int>(static_cast<uint32_t>(row) / static_cast<uint32_t>(params.heads));
   const int head = row - token * params.heads;
-  const int sequence = static_cast<int>(static_cast<uint32_t>(batch) / static_cast<uint32_t>(params.tokens_apart));
-  const int64_t first = (static_cast<int64_t>(sequence) * params.heads + head) * params.tokens_apart +
-                        (batch - sequence * params.tokens_apart);
+  const int sequence =
+      static_cast<int>(static_cast<uint32_t>(batch) / static_cast<uint32_t>(params.batches_per_sequence));
+  const int64_t first = (static_cast<int64_t>(sequence) * params.heads + head) * params.batches_per_sequence +
+                        (batch - sequence * params.batches_per_sequence);
   const int64_t at = first * params.tokens + token;
   ptx::st_global_float(params.lse + at, lse);
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "ptx/convert.cuh"
+#include "ptx/permute.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace flashmoe::ptx {
@@ -41,13 +42,6 @@ struct E4M3 {
   unsigned char bits;
 };
 
-// Four of the eight bytes of (high, low): hex digit i of the selector names byte i, 0 to 3 of `low`, 4 to 7 of `high`.
-__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
-  uint32_t bytes;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
-  return bytes;
-}
-
 // Four values as two pairs of 16-bit elements; exact, and NaN stays NaN. unpack_e4m3: bytes 0 and 1, then 2 and 3.
 // unpack_alternate_e4m3: bytes 0 and 2, then 1 and 3, which takes fewer instructions below compute capability 8.9. For
 // what the build writes for bf16, and for `unpack`, which is no instruction, see flashmoe_build/compile/elements.py.
@@ -77,7 +71,7 @@ __device__ __forceinline__ void unpack_alternate_e4m3(uint32_t (&pairs)[2], uint
                                                                                                     \
   template <>                                                                                       \
   __device__ __forceinline__ void FLASHMOE_DERIVED<Element>(uint32_t (&pairs)[2], uint32_t codes) { \
-    FLASHMOE_NATIVE<Element>(pairs, select_bytes(codes, 0, 0x3120));                                \
+    FLASHMOE_NATIVE<Element>(pairs, permute_bytes(codes, 0, 0x3120));                               \
   }
 
 FLASHMOE_DEFINE_UNPACK(F16, "f16")

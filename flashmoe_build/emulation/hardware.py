@@ -82,7 +82,7 @@ class _Nowhere:
     def add_buffer(self, *_: object, **__: object) -> int:
         return 0
 
-    def expect_from_grid_in_front(self, address: int) -> int:
+    def expect_from_preceding_grid(self, address: int) -> int:
         return address
 
 

@@ -134,7 +134,7 @@ class KernelLibrary:
                 None,
                 [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int, ctypes.c_int, ctypes.c_char_p],
             ),
-            "emulation_expect_from_grid_in_front": (None, [ctypes.c_uint64]),
+            "emulation_expect_from_preceding_grid": (None, [ctypes.c_uint64]),
             "emulation_clear_buffers": (None, []),
             "emulation_launch": (ctypes.c_char_p, [ctypes.POINTER(_Launch)]),
         }
@@ -160,9 +160,9 @@ class KernelLibrary:
     ) -> None:
         self._library.emulation_map_buffer(address, pointer, size, writable, initialised, name.encode())
 
-    def expect_from_grid_in_front(self, address: int) -> int:
+    def expect_from_preceding_grid(self, address: int) -> int:
         """The buffer at ``address`` is written by the preceding launch, which a dependent launch must wait for."""
-        self._library.emulation_expect_from_grid_in_front(address)
+        self._library.emulation_expect_from_preceding_grid(address)
         return address
 
     def clear_buffers(self) -> None:

@@ -71,7 +71,7 @@ class T:
     def with_sizes(self, sizes: tuple[int, ...]) -> T:
         return replace(self, sizes=sizes, strides=contiguous(sizes))
 
-    def far(self, axis: int) -> T:
+    def with_large_stride(self, axis: int) -> T:
         """The same elements, with those of one axis far apart; rows stay aligned to 16 bytes."""
         step = -(-FAR // (self.sizes[axis] - 1) // 64) * 64
         return replace(self, strides=(*self.strides[:axis], step, *self.strides[axis + 1 :]))
@@ -91,7 +91,7 @@ class T:
         flat = elements(dtype, max(count, span * (0 in self.strides)), self.values, len(self.sizes) + count)
         if not span:
             return flat.as_strided(self.sizes, self.strides)
-        memory, protect = in_front_of_a_wall(span * dtype.itemsize)
+        memory, protect = guarded_buffer(span * dtype.itemsize)
         made = memory.view(dtype).as_strided(self.sizes, self.strides)
         if 0 in self.strides:
             memory.view(dtype).copy_(flat[:span])
@@ -108,7 +108,7 @@ def elements(dtype: torch.dtype, count: int, values: tuple[int, ...], seed: int)
     return (torch.randn(count, generator=torch.Generator().manual_seed(seed)) / 3).to(dtype)
 
 
-def in_front_of_a_wall(size: int) -> tuple[Tensor, Callable[[int], None]]:
+def guarded_buffer(size: int) -> tuple[Tensor, Callable[[int], None]]:
     """A buffer of ``size`` bytes, each 255 (0 if there are many), that ends at an inaccessible page; and a function that sets its access."""
     length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     held = mmap.mmap(-1, length + mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)

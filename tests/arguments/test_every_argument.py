@@ -159,7 +159,7 @@ def test_elements_far_apart(number: int) -> None:
     _, make, _, _ = ROWS[number]
     row, call = _row(number), make()
     far = [
-        (f"{name} is far apart in {axis}", {**call, name: value.far(axis)})
+        (f"{name} is far apart in {axis}", {**call, name: value.with_large_stride(axis)})
         for name, value in call.items()
         if isinstance(value, T)
         for axis, size in enumerate(value.sizes)

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from tests.arguments.described import in_front_of_a_wall
+from tests.arguments.described import guarded_buffer
 from tests.attention.reference import LSE_TOLERANCE, Problem, make_inputs, plain_attention, reference, tolerance
 
 from .backend import Backend
@@ -47,7 +47,7 @@ def compare_lse(lse: Tensor, expected: Tensor) -> None:
         assert difference <= LSE_TOLERANCE * max(1.0, seen.abs().max().item())
 
 
-def far_apart(tensor: Tensor, axis: int) -> Tensor:
+def with_large_stride(tensor: Tensor, axis: int) -> Tensor:
     """The same elements, with those of one axis so far apart that the last is 2^32 elements from the first; only touched pages are allocated."""
     no_reserve, step, size = 0x4000, tensor.numel(), tensor.shape[axis]
     strides = list(tensor.contiguous().stride())
@@ -60,7 +60,7 @@ def far_apart(tensor: Tensor, axis: int) -> Tensor:
     return torch.frombuffer(held, dtype=tensor.dtype).as_strided(tensor.shape, strides).copy_(tensor)
 
 
-def before_a_wall(tensor: Tensor) -> Tensor:
+def with_guard_page(tensor: Tensor) -> Tensor:
     """The same contiguous elements, the last one just before an inaccessible page."""
-    memory, _ = in_front_of_a_wall(tensor.numel() * tensor.element_size())
+    memory, _ = guarded_buffer(tensor.numel() * tensor.element_size())
     return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)

@@ -15,7 +15,7 @@ from tests.attention.drawn import lengths
 from tests.attention.reference import Problem, make_inputs
 
 from .backend import Backend
-from .checking import DTYPES, before_a_wall, far_apart
+from .checking import DTYPES, with_guard_page, with_large_stride
 from .test_forward import SMALL
 
 # Error relative to the largest gradient. bf16: P and dS are rounded too when pairs of bf16 are multiplied.
@@ -274,12 +274,12 @@ def test_offsets_of_more_than_32_bits(backend: Backend, dtype: torch.dtype) -> N
         expected = _run(backend, given, False, 0.2)
         for number, tensor in enumerate(given[:5]):
             for axis in range(3):
-                changed = [far_apart(tensor, axis) if at == number else other for at, other in enumerate(given)]
+                changed = [with_large_stride(tensor, axis) if at == number else other for at, other in enumerate(given)]
                 assert _same(_run(backend, changed, False, 0.2), expected), (number, axis)
         for number, gradient in enumerate(expected):
             for axis in range(3):
                 into = [
-                    far_apart(gradient, axis) if at == number else torch.empty_like(other)
+                    with_large_stride(gradient, axis) if at == number else torch.empty_like(other)
                     for at, other in enumerate(expected)
                 ]
                 into[number].zero_()
@@ -296,12 +296,12 @@ def test_nothing_is_touched_behind_the_last_element(backend: Backend, dtype: tor
             problem = Problem(*sizes, 1, causal=causal)
             inputs, _ = _case(problem, dtype, problem.head_dim**-0.5, with_lse=True)
             inputs = [one.contiguous() for one in inputs]
-            walled = [before_a_wall(one) for one in inputs]
+            walled = [with_guard_page(one) for one in inputs]
             for wanted in ((True, True, True), (True, False, False), (False, True, False), (False, False, True)):
                 kinds: list[list[Tensor]] = []
                 for grad_out, q, k, v, out, lse, grad_lse in (inputs, walled):
                     empty = [torch.full(one.shape, math.nan, dtype=dtype) for one in (q, k, v)]
-                    given = {"gradients": [before_a_wall(one) for one in empty], "grad_lse": grad_lse}
+                    given = {"gradients": [with_guard_page(one) for one in empty], "grad_lse": grad_lse}
                     call = partial(backend.backward, grad_out, q, k, v, out, lse, causal=causal, wanted=wanted)
                     kinds.append(call(**given))
                 assert _same(*kinds)

@@ -13,7 +13,7 @@ from tests.attention.drawn import lengths
 from tests.attention.reference import Problem, make_inputs, plain_attention, tolerance, visible
 
 from .backend import Backend, BackendError
-from .checking import DTYPES, before_a_wall, check, compare_lse, far_apart
+from .checking import DTYPES, check, compare_lse, with_guard_page, with_large_stride
 
 HEAD_DIMS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 40, 59, 63, 64, 65, 80, 96, 111, 127, 128, 160, 192, 224, 255, 256)
 LENGTHS = (
@@ -289,7 +289,7 @@ def test_offsets_of_more_than_32_bits(backend: Backend, name: str, rows: int) ->
     inputs = dict(zip("qkv", make_inputs(Problem(rows, 17, 40, 2, 2, batch=2), "cpu", torch.bfloat16), strict=True))
     expected, _ = backend.forward(**inputs)
     for axis in range(3):
-        changed = {name: far_apart(expected if name == "out" else inputs[name], axis)}
+        changed = {name: with_large_stride(expected if name == "out" else inputs[name], axis)}
         found, _ = backend.forward(**{**inputs, **changed})
         assert torch.equal(found, expected), axis
 
@@ -303,8 +303,8 @@ def test_nothing_is_touched_behind_the_last_element(backend: Backend, dtype: tor
     for rows, keys, head_dim, heads in SMALL:
         for causal in (False, True):
             inputs = make_inputs(Problem(rows, keys, head_dim, heads, 1, causal=causal), "cpu", dtype)
-            walled = [before_a_wall(one) for one in inputs]
-            out, lse = backend.forward(*walled, causal, out=before_a_wall(torch.full_like(inputs[0], math.nan)))
+            walled = [with_guard_page(one) for one in inputs]
+            out, lse = backend.forward(*walled, causal, out=with_guard_page(torch.full_like(inputs[0], math.nan)))
             expected, expected_lse = backend.forward(*inputs, causal)
             assert torch.equal(out.nan_to_num(), expected.nan_to_num())
             assert torch.equal(lse, expected_lse)

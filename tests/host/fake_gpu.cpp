@@ -71,37 +71,37 @@ CUresult launch(CUfunction function, unsigned grid, unsigned block, unsigned sha
 void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   check_counts("fake", num_arguments, 5, num_outputs, 2);
   attention::ForwardArguments arguments;
-  arguments.q = take_tensor(stack[0]);
-  arguments.k = take_tensor(stack[1]);
-  arguments.v = take_tensor(stack[2]);
-  arguments.scale = take<double>(stack[3]);
-  arguments.is_causal = take<bool>(stack[4]);
+  arguments.q = unbox_tensor(stack[0]);
+  arguments.k = unbox_tensor(stack[1]);
+  arguments.v = unbox_tensor(stack[2]);
+  arguments.scale = unbox<double>(stack[3]);
+  arguments.is_causal = unbox<bool>(stack[4]);
   attention::check_arguments(arguments);
   attention::ForwardOutputs outputs = attention::allocate_outputs(arguments, /*with_lse=*/true);
   attention::forward_cuda(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
-  stack[1] = give(std::move(outputs.lse));
+  stack[0] = box(std::move(outputs.out));
+  stack[1] = box(std::move(outputs.lse));
 }
 
 void boxed_varlen(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   check_counts("fake", num_arguments, 10, num_outputs, 2);
   attention::VarlenArguments arguments;
-  arguments.q = take_tensor(stack[0]);
-  arguments.k = take_tensor(stack[1]);
-  arguments.v = take_tensor(stack[2]);
-  arguments.cu_seqlens_q = take_optional_tensor(stack[3]);
-  arguments.seqused_k = take_optional_tensor(stack[4]);
-  arguments.block_table = take_optional_tensor(stack[5]);
-  arguments.sinks = take_optional_tensor(stack[6]);
-  arguments.mask = take_optional_tensor(stack[7]);
-  arguments.max_seqlen_q = take<int64_t>(stack[8]);
-  arguments.max_seqlen_k = take<int64_t>(stack[9]);
+  arguments.q = unbox_tensor(stack[0]);
+  arguments.k = unbox_tensor(stack[1]);
+  arguments.v = unbox_tensor(stack[2]);
+  arguments.cu_seqlens_q = unbox_optional_tensor(stack[3]);
+  arguments.seqused_k = unbox_optional_tensor(stack[4]);
+  arguments.block_table = unbox_optional_tensor(stack[5]);
+  arguments.sinks = unbox_optional_tensor(stack[6]);
+  arguments.mask = unbox_optional_tensor(stack[7]);
+  arguments.max_seqlen_q = unbox<int64_t>(stack[8]);
+  arguments.max_seqlen_k = unbox<int64_t>(stack[9]);
   arguments.scale = 0.125;
   attention::check_varlen_arguments(arguments);
   attention::ForwardOutputs outputs = attention::allocate_outputs(arguments, /*with_lse=*/true);
   attention::forward_varlen_cuda(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
-  stack[1] = give(std::move(outputs.lse));
+  stack[0] = box(std::move(outputs.out));
+  stack[1] = box(std::move(outputs.lse));
 }
 
 }  // namespace flashmoe::host

@@ -73,7 +73,7 @@ extern "C" const char* ask(int index) {
     const Device& d = device(index);
     return std::to_string(d.index) + " " + std::to_string(reinterpret_cast<long>(d.context)) + " " + std::to_string(d.capability) +
            " " + std::to_string(d.num_multiprocessors) + " " + std::to_string(d.shared_bytes_optin) + " " +
-           std::to_string(d.memory_rate) + " " + std::to_string(d.name.size()) + " " + d.name.substr(0, 6);
+           std::to_string(d.memory_bandwidth) + " " + std::to_string(d.name.size()) + " " + d.name.substr(0, 6);
   });
 }
 extern "C" const char* guard(long context) {

@@ -10,7 +10,7 @@
 namespace flashmoe::host {
 namespace {
 
-std::string g_asked;
+std::string g_recorded_calls;
 
 CUresult exchange_capture_mode(CUstreamCaptureMode*) { return CUDA_SUCCESS; }
 CUresult load(CUmodule* module, const void* image, unsigned, CUjit_option*, void**) {
@@ -25,9 +25,9 @@ CUresult set_attribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCC
 CUresult launch_kernel(CUfunction function, unsigned grid, unsigned, unsigned, unsigned block, unsigned, unsigned,
                        unsigned shared, CUstream, void** parameters, void**) {
   const bool is_elf = std::memcmp(reinterpret_cast<const char*>(function), "\177ELF", 4) == 0;
-  g_asked += std::string(is_elf ? "machine code" : "PTX") + ", grid " + std::to_string(grid) + ", block " +
-             std::to_string(block) + ", shared " + std::to_string(shared) + ", parameters " +
-             std::to_string(*static_cast<const int*>(parameters[0])) + "\n";
+  g_recorded_calls += std::string(is_elf ? "machine code" : "PTX") + ", grid " + std::to_string(grid) + ", block " +
+                      std::to_string(block) + ", shared " + std::to_string(shared) + ", parameters " +
+                      std::to_string(*static_cast<const int*>(parameters[0])) + "\n";
   return CUDA_SUCCESS;
 }
 
@@ -56,7 +56,7 @@ using namespace flashmoe::host;
 
 // Launches both rules one after another on a GPU of this capability; `answer` receives the recorded driver calls.
 extern "C" int launch(int capability, long long grid, char* answer, int length) {
-  g_asked.clear();
+  g_recorded_calls.clear();
   try {
     Device gpu;
     gpu.capability = capability;
@@ -67,10 +67,10 @@ extern "C" int launch(int capability, long long grid, char* answer, int length) 
       const Kernel* kernel = find_kernel(name, kNoAxis, loadable_kernels(capability));
       if (kernel == nullptr) fail(ErrorCode::kGpu, "no kernel of rule ", rule);
       list.add({kernel, grid, &parameters[rule]});
-      g_asked += std::string(kernel->symbol) + "\n";
+      g_recorded_calls += std::string(kernel->symbol) + "\n";
     }
     list.run(CudaCall(gpu));
-    std::snprintf(answer, length, "%s", g_asked.c_str());
+    std::snprintf(answer, length, "%s", g_recorded_calls.c_str());
     return 0;
   } catch (const std::exception& error) {
     std::snprintf(answer, length, "%s", error.what());

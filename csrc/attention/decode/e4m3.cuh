@@ -427,8 +427,8 @@ struct E4m3Loader : KeyLoader<Spec, Words::kByReuse> {
           const ptx::SmemPointer chunk_smem = K_smem + (Tile::offset(n * 8 + lane / 4, k) + lane % 4 / 2 * 4);
           uint32_t b[2];
           ptx::unpack_alternate_e4m3<Element>(
-              b, ptx::select_bytes(ptx::ld_shared_32(chunk_smem), ptx::ld_shared_32(chunk_smem + 8),
-                                   lane % 2 == 0 ? 0x5140 : 0x7362));
+              b, ptx::permute_bytes(ptx::ld_shared_32(chunk_smem), ptx::ld_shared_32(chunk_smem + 8),
+                                    lane % 2 == 0 ? 0x5140 : 0x7362));
           Spec::multiply(S_rmem[0][n], a[0], b[0], b[1]);
         }
       }

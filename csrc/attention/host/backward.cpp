@@ -145,11 +145,11 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   check_arguments(arguments.forward);
   check_backward_tensors(arguments, arguments.forward, arguments.forward.q.sizes());
   std::optional<Gradients> gradients = kBackend(arguments);
-  for (int index = 0; index < 3; ++index) stack[index] = host::give_none();
+  for (int index = 0; index < 3; ++index) stack[index] = host::box_none();
   if (!gradients.has_value()) return;
-  if ((arguments.needs & kNeedsDq) != 0) stack[0] = host::give_optional(std::move(gradients->dq));
-  if ((arguments.needs & kNeedsDk) != 0) stack[1] = host::give_optional(std::move(gradients->dk));
-  if ((arguments.needs & kNeedsDv) != 0) stack[2] = host::give_optional(std::move(gradients->dv));
+  if ((arguments.needs & kNeedsDq) != 0) stack[0] = host::box_optional(std::move(gradients->dq));
+  if ((arguments.needs & kNeedsDk) != 0) stack[1] = host::box_optional(std::move(gradients->dk));
+  if ((arguments.needs & kNeedsDv) != 0) stack[2] = host::box_optional(std::move(gradients->dv));
 }
 
 }  // namespace

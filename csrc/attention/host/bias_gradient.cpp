@@ -112,7 +112,7 @@ Tensor bias_gradient_cuda(const BiasGradientArguments& arguments) {
 void boxed_bias_gradient(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("attention_bias_gradient", num_arguments, 13, num_outputs, 1);
   host::Arguments given(stack);
-  stack[0] = host::give(bias_gradient_cuda(parse_bias_gradient(given)));
+  stack[0] = host::box(bias_gradient_cuda(parse_bias_gradient(given)));
 }
 
 }  // namespace

@@ -111,17 +111,17 @@ void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
   ForwardArguments arguments = parse_forward(given, kOperator);
   if constexpr (kOperator == Operator::kDropIn) {
     if (!matches_sdpa(arguments, given.flag())) {
-      stack[0] = host::give_none();
+      stack[0] = host::box_none();
       return;
     }
   }
   ForwardOutputs outputs = forward<Backend>(arguments, kWithLse);
   if constexpr (kOperator == Operator::kDropIn) {
-    stack[0] = host::give_optional(std::move(outputs.out));
+    stack[0] = host::box_optional(std::move(outputs.out));
   } else {
-    stack[0] = host::give(std::move(outputs.out));
+    stack[0] = host::box(std::move(outputs.out));
   }
-  if constexpr (kWithLse) stack[1] = host::give(std::move(outputs.lse));
+  if constexpr (kWithLse) stack[1] = host::box(std::move(outputs.lse));
 }
 
 template <class Backend, class Library>

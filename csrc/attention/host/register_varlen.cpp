@@ -15,7 +15,7 @@
 namespace flashmoe::attention {
 namespace {
 
-using host::give;
+using host::box;
 
 struct Cpu {
   static constexpr bool kIsCpu = true;
@@ -193,8 +193,8 @@ void boxed_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
   make_scale_positive(arguments);
   ForwardOutputs outputs = allocate_outputs(arguments, kWithLse);
   compute<Backend>(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
-  if constexpr (kWithLse) stack[1] = give(std::move(outputs.lse));
+  stack[0] = box(std::move(outputs.out));
+  if constexpr (kWithLse) stack[1] = box(std::move(outputs.lse));
 }
 
 template <class Backend>
@@ -268,10 +268,10 @@ void boxed_backward(StableIValue* stack, uint64_t num_arguments, uint64_t num_ou
   if (!is_empty) Backend::backward(arguments, gradients);
   Tensor* const wanted[] = {&gradients.dq, &gradients.dk, &gradients.dv};
   for (int index = 0; index < 3; ++index) {
-    stack[index] = (needs >> index & 1) != 0 ? host::give_optional(std::move(*wanted[index])) : host::give_none();
+    stack[index] = (needs >> index & 1) != 0 ? host::box_optional(std::move(*wanted[index])) : host::box_none();
   }
   const auto give_found = [](Tensor& tensor) {
-    return VarlenArguments::has(tensor) ? host::give_optional(std::move(tensor)) : host::give_none();
+    return VarlenArguments::has(tensor) ? host::box_optional(std::move(tensor)) : host::box_none();
   };
   stack[3] = give_found(gradients.row_dot);
   if constexpr (kWithMask)
@@ -295,8 +295,8 @@ void boxed_e4m3(StableIValue* stack, uint64_t num_arguments, uint64_t num_output
   make_scale_positive(arguments.varlen);
   ForwardOutputs outputs = allocate_outputs(arguments.varlen, kWithLse);
   compute<Backend>(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
-  if constexpr (kWithLse) stack[1] = give(std::move(outputs.lse));
+  stack[0] = box(std::move(outputs.out));
+  if constexpr (kWithLse) stack[1] = box(std::move(outputs.lse));
 }
 
 template <class Backend>
@@ -326,8 +326,8 @@ void boxed_fp8(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs
   host::set_last_kernel("");
   const int64_t* sizes = outputs.out.sizes();
   if (sizes[0] != 0 && sizes[1] != 0 && sizes[2] != 0) forward_fp8_cuda(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
-  stack[1] = give(std::move(outputs.lse));
+  stack[0] = box(std::move(outputs.out));
+  stack[1] = box(std::move(outputs.lse));
 }
 
 void boxed_fp8_varlen(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
@@ -337,8 +337,8 @@ void boxed_fp8_varlen(StableIValue* stack, uint64_t num_arguments, uint64_t num_
   ForwardOutputs outputs = allocate_outputs(arguments.varlen, /*with_lse=*/true);
   host::set_last_kernel("");
   if (has_rows(arguments.varlen)) forward_fp8_cuda(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
-  stack[1] = give(std::move(outputs.lse));
+  stack[0] = box(std::move(outputs.out));
+  stack[1] = box(std::move(outputs.lse));
 }
 
 template <class Backend, class Library>

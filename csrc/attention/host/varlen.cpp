@@ -96,7 +96,7 @@ int64_t bytes_of_keys(const ForwardParams& params, const Kernel& kernel) {
 // Whether a chunk's keys, each read by one tile, should replace each other in the L2 (evict-first): 1% to 11% faster if
 // they are 0.67 to 4.5 times the L2's size, up to 2% slower above that, and 1% to 8% slower if they fit.
 bool streams_keys(const ForwardParams& params, const Kernel& kernel, const host::Device& gpu) {
-  if (gpu.memory_rate <= kFastMemory || kernel.axes[axis::kHeadDim] <= 64) return false;
+  if (gpu.memory_bandwidth <= kFastMemory || kernel.axes[axis::kHeadDim] <= 64) return false;
   const int64_t bytes = bytes_of_keys(params, kernel);
   return 5 * bytes > 3 * int64_t{gpu.l2_bytes} && bytes <= kFewRefills * gpu.l2_bytes;
 }
@@ -104,7 +104,7 @@ bool streams_keys(const ForwardParams& params, const Kernel& kernel, const host:
 // At D=64 evict_first costs 1%.
 int32_t hints_of(const ForwardParams& params, const Kernel& kernel, int64_t grid, const host::Device& gpu) {
   const int64_t head_dim = kernel.axes[axis::kHeadDim];
-  if (gpu.memory_rate <= kFastMemory || head_dim <= 64) return 0;
+  if (gpu.memory_bandwidth <= kFastMemory || head_dim <= 64) return 0;
   const int64_t key_bytes = int64_t{2} * sizeof(uint16_t) * head_dim;
   if (bytes_of_keys(params, kernel) <= kFewRefills * gpu.l2_bytes) return 1;
   return static_cast<int32_t>(ceil_div(kRefills * gpu.l2_bytes, grid * kernel.block_n * key_bytes));

@@ -276,7 +276,7 @@ void boxed_linear(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
       run_cpu(arguments, tile, out);
     }
   }
-  stack[0] = host::give(std::move(out));
+  stack[0] = host::box(std::move(out));
 }
 
 const host::ArgumentCheck kCheck("_linear", [](host::Arguments& inputs) { parse_arguments(inputs); });

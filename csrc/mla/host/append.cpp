@@ -40,8 +40,8 @@ void check_cache(const AppendArguments& arguments) {
   const Tensor& cache = arguments.kv_cache;
   if (!cache.is_defined()) violate("tensor.missing", {{"name", "kv_cache"}});
   check_device(cache, "kv_cache", arguments.latents, "latents");
-  if (!has_code_dtype(cache)) violate("mla.append_cache", {{"found", describe_dtype(cache.dtype())}});
-  check_coded_cache(cache, arguments.has_pages(), arguments.batch());
+  if (!is_fp8_dtype(cache)) violate("mla.append_cache", {{"found", describe_dtype(cache.dtype())}});
+  check_fp8_cache(cache, arguments.has_pages(), arguments.batch());
   if (arguments.block_table.is_given()) check_page_size(cache);
 }
 
@@ -88,20 +88,20 @@ AppendParams make_params(const AppendArguments& arguments, const Tensor& latents
     params.slots = static_cast<const int64_t*>(slots.data());
     return params;
   }
-  int64_t room = cache.sizes()[1];
+  int64_t capacity = cache.sizes()[1];
   params.cache_seqlens = static_cast<const int32_t*>(arguments.cache_seqlens.data());
   if (arguments.block_table.is_given()) {
     params.block_table = static_cast<const int32_t*>(arguments.block_table.data());
     params.block_table_stride = arguments.block_table.strides()[0];
-    room *= arguments.block_table.sizes()[1];
+    capacity *= arguments.block_table.sizes()[1];
   }
-  params.room = static_cast<int32_t>(std::min<int64_t>(room, std::numeric_limits<int32_t>::max()));
+  params.capacity = static_cast<int32_t>(std::min<int64_t>(capacity, std::numeric_limits<int32_t>::max()));
   return params;
 }
 
 }  // namespace
 
-AppendArguments take_append(host::Arguments& given) {
+AppendArguments parse_append(host::Arguments& given) {
   AppendArguments arguments;
   given.tensors(arguments.latents, arguments.kv_cache);
   given.optional_tensors(arguments.cache_seqlens, arguments.block_table, arguments.slots);

@@ -24,7 +24,7 @@ struct AppendArguments {
 };
 
 // Reads and checks the operator's arguments; throws on the first broken rule.
-AppendArguments take_append(host::Arguments& given);
+AppendArguments parse_append(host::Arguments& given);
 
 // Requires at least one token.
 void append_cuda(const AppendArguments& arguments);

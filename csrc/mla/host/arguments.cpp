@@ -23,8 +23,8 @@ constexpr int64_t kMaxKeys = (int64_t{1} << 30) - 1;
 void check_cache(const DecodeArguments& arguments) {
   const Tensor& cache = arguments.kv_cache;
   const bool has_pages = arguments.block_table.is_given() || arguments.is_sparse();
-  if (arguments.has_codes) {
-    check_coded_cache(cache, has_pages, arguments.batch());
+  if (arguments.is_fp8) {
+    check_fp8_cache(cache, has_pages, arguments.batch());
   } else {
     const char* rule = has_pages ? "mla.pages" : "mla.cache";
     if (cache.dim() != 3 || cache.sizes()[2] != kHeadDim || (!has_pages && cache.sizes()[0] != arguments.batch())) {
@@ -76,11 +76,11 @@ void check_operands(DecodeArguments& arguments) {
                           {"supported", is_cuda ? "float16, bfloat16" : "float16, bfloat16, float32"}});
   }
   arguments.dtype = *dtype;
-  arguments.has_codes = has_code_dtype(cache);
-  if (arguments.has_codes && *dtype == Dtype::kFloat32) {
+  arguments.is_fp8 = is_fp8_dtype(cache);
+  if (arguments.is_fp8 && *dtype == Dtype::kFloat32) {
     violate("mla.coded_q", {{"q", describe_dtype(q.dtype())}});
   }
-  if (!arguments.has_codes && cache.dtype() != q.dtype()) {
+  if (!arguments.is_fp8 && cache.dtype() != q.dtype()) {
     violate("mla.dtypes", {{"q", describe_dtype(q.dtype())}, {"kv_cache", describe_dtype(cache.dtype())}});
   }
   if (q.dim() != 4 || q.sizes()[3] != kHeadDim || q.sizes()[2] < 1 || q.sizes()[2] > kMaxHeads ||
@@ -106,7 +106,7 @@ void check_numbers(const DecodeArguments& arguments) {
 
 }  // namespace
 
-DecodeArguments take_decode(host::Arguments& given) {
+DecodeArguments parse_decode(host::Arguments& given) {
   DecodeArguments arguments;
   given.tensors(arguments.q, arguments.kv_cache);
   given.optional_tensors(arguments.cache_seqlens, arguments.block_table, arguments.sinks);

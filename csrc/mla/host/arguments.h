@@ -21,7 +21,7 @@ struct DecodeArguments {
   bool is_causal = true;
   int64_t num_splits = 0;         // 0: the kernels choose; 1: each row's result is the same in any batch
   Dtype dtype = Dtype::kFloat16;  // of q
-  bool has_codes = false;         // kv_cache holds 8-bit floats
+  bool is_fp8 = false;            // kv_cache holds 8-bit floats
 
   int64_t batch() const { return q.sizes()[0]; }
   int64_t tokens() const { return q.sizes()[1]; }
@@ -35,7 +35,7 @@ struct DecodeArguments {
 };
 
 // Reads and checks the operator's arguments; throws on the first broken rule.
-DecodeArguments take_decode(host::Arguments& given);
+DecodeArguments parse_decode(host::Arguments& given);
 
 // Writes out [batch, tokens, heads, 512], contiguous, and lse [batch, heads, tokens]. Requires at least one row.
 void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tensor& lse);

@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "mla/params/codes.h"
+#include "mla/params/fp8.h"
 
 namespace flashmoe::mla {
 
@@ -42,12 +42,12 @@ void check_companion(const Tensor& tensor, const char* name, const Tensor& base,
   check_last_stride(tensor, name);
 }
 
-bool has_code_dtype(const Tensor& cache) {
+bool is_fp8_dtype(const Tensor& cache) {
   return cache.dtype() == aoti_torch_dtype_uint8() || cache.dtype() == aoti_torch_dtype_float8_e4m3fn();
 }
 
-void check_coded_cache(const Tensor& cache, bool has_pages, int64_t batch) {
-  if (cache.dim() != 3 || cache.sizes()[2] != kCodedKeyBytes || (!has_pages && cache.sizes()[0] != batch)) {
+void check_fp8_cache(const Tensor& cache, bool has_pages, int64_t batch) {
+  if (cache.dim() != 3 || cache.sizes()[2] != kFp8KeyBytes || (!has_pages && cache.sizes()[0] != batch)) {
     violate(has_pages ? "mla.coded_pages" : "mla.coded_cache", {{"found", describe_sizes(cache)}, {"batch", batch}});
   }
   check_last_stride(cache, "kv_cache");

@@ -18,10 +18,10 @@ void check_companion(const Tensor& tensor, const char* name, const Tensor& base,
                      int64_t rank, int64_t length);
 
 // Whether the cache holds 8-bit floats: uint8, or float8_e4m3fn, as which they can be viewed.
-bool has_code_dtype(const Tensor& cache);
+bool is_fp8_dtype(const Tensor& cache);
 
 // [pages, page_size, 656], or [batch, keys, 656] without pages; rows start at multiples of 16 bytes.
-void check_coded_cache(const Tensor& cache, bool has_pages, int64_t batch);
+void check_fp8_cache(const Tensor& cache, bool has_pages, int64_t batch);
 
 void check_page_size(const Tensor& cache);
 

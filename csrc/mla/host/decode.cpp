@@ -24,7 +24,8 @@ constexpr int32_t kNoLimit = 1 << 20;  // on the parts of a sequence
 // Keys are read once, and the size of a key is not a multiple of 256 bytes.
 constexpr CUtensorMapL2promotion kKeyPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
-const Kernel* find(const host::KernelRequest& request, const char* operation, const char* family, const char* variant) {
+const Kernel* find_kernel(const host::KernelRequest& request, const char* operation, const char* family,
+                          const char* variant) {
   return host::find_kernel({operation, family, variant, request.dtype, {}}, host::kNoAxis,
                            host::loadable_kernels(request.capability));
 }
@@ -37,7 +38,7 @@ bool has_keys(const DecodeArguments& arguments) {
 // What the kernel reads: the cache itself if possible. TMA needs pages in ascending order.
 Tensor readable_cache(const DecodeArguments& arguments, const Kernel& kernel) {
   const Tensor& cache = arguments.kv_cache;
-  if (!arguments.has_codes) return host::loadable(cache, kernel);
+  if (!arguments.is_fp8) return host::loadable(cache, kernel);
   const bool is_mappable =
       (cache.sizes()[0] == 1 || cache.strides()[0] > 0) && (cache.sizes()[1] == 1 || cache.strides()[1] > 0);
   return is_mappable || kernel.num_tensor_maps == 0 ? host::alias(cache) : host::contiguous(cache);
@@ -61,12 +62,12 @@ bool is_in_two_tiles(const DecodeArguments& arguments, int64_t rows, int64_t num
 const Kernel& select_decode(const host::KernelRequest& request, const DecodeArguments& arguments, int64_t rows,
                             int64_t num_multiprocessors) {
   const bool is_wgmma_wanted = has_keys(arguments);
-  constexpr int64_t kMostFewRows = 16;
-  const bool is_few = rows <= kMostFewRows;
+  constexpr int64_t kMaxFewRows = 16;
+  const bool is_few = rows <= kMaxFewRows;
   std::string few = rows <= 8 ? "m8" : "m16";
   std::string wgmma;
   std::string mma_sync = is_few ? "" : "m32";
-  for (const char* word : {arguments.has_codes ? "codes" : "", arguments.is_sparse() ? "sparse" : ""}) {
+  for (const char* word : {arguments.is_fp8 ? "codes" : "", arguments.is_sparse() ? "sparse" : ""}) {
     for (std::string* variant : {&few, &wgmma, &mma_sync}) {
       if (!variant->empty() && *word != '\0') *variant += '_';
       *variant += word;
@@ -74,23 +75,23 @@ const Kernel& select_decode(const host::KernelRequest& request, const DecodeArgu
   }
   const bool is_forced = request.forced_family != nullptr;
   if (is_wgmma_wanted && !is_forced && (is_few || is_in_two_tiles(arguments, rows, num_multiprocessors))) {
-    const Kernel* kernel = find(request, kFewRows, "sm90", few.c_str());
+    const Kernel* kernel = find_kernel(request, kFewRows, "sm90", few.c_str());
     if (kernel != nullptr) return *kernel;
   }
   for (const char* const* family = host::families_of(request.capability); *family != nullptr; ++family) {
     if (is_forced && std::strcmp(request.forced_family, *family) != 0) continue;
     const bool is_wgmma = std::strcmp(*family, "sm90") == 0;
     if (is_wgmma && (!is_wgmma_wanted || (is_few && !is_forced))) continue;
-    const Kernel* kernel = find(request, "mla_decode", *family, is_wgmma ? wgmma.c_str() : mma_sync.c_str());
+    const Kernel* kernel = find_kernel(request, "mla_decode", *family, is_wgmma ? wgmma.c_str() : mma_sync.c_str());
     if (kernel != nullptr) return *kernel;
   }
-  host::refuse(request, arguments.has_codes     ? "latents in 8-bit floats"
+  host::refuse(request, arguments.is_fp8        ? "latents in 8-bit floats"
                         : arguments.is_sparse() ? "latents named by indices"
                                                 : "multi-head latent attention");
 }
 
 const Kernel& select_combine(const host::KernelRequest& request) {
-  const Kernel* kernel = find(request, "mla_combine", "sm80", "");
+  const Kernel* kernel = find_kernel(request, "mla_combine", "sm80", "");
   if (kernel == nullptr) host::refuse(request, "multi-head latent attention");
   return *kernel;
 }
@@ -130,24 +131,24 @@ DecodeParams make_params(const DecodeArguments& arguments, const Tensor& q, cons
   params.key_stride = cache.strides()[1];
   params.batch = static_cast<int32_t>(arguments.batch());
   params.tokens = static_cast<int32_t>(arguments.tokens());
-  params.tokens_apart = 1;
+  params.batches_per_sequence = 1;
   params.heads = static_cast<int32_t>(arguments.heads());
   params.max_keys = cache.sizes()[0] > 0 ? static_cast<int32_t>(arguments.max_keys()) : 0;
   params.page_size = static_cast<int32_t>(std::max<int64_t>(1, cache.sizes()[1]));
   params.num_pages = static_cast<int32_t>(cache.sizes()[0]);
   params.is_causal = arguments.is_causal ? 1 : 0;
-  params.has_codes = arguments.has_codes ? 1 : 0;
+  params.is_fp8 = arguments.is_fp8 ? 1 : 0;
   params.scale_log2 = static_cast<float>(arguments.scale * kLog2E);
   return params;
 }
 
 // Every token becomes a sequence, whose keys its indices select.
-void name_keys(DecodeParams& params, const Tensor& indices) {
+void set_topk_indices(DecodeParams& params, const Tensor& indices) {
   params.indices = static_cast<const int32_t*>(indices.data());
   params.num_slots = static_cast<int32_t>(
       std::min<int64_t>(int64_t{params.num_pages} * params.page_size, std::numeric_limits<int32_t>::max()));
   params.q_stride_batch = params.q_stride_row * params.heads;
-  params.tokens_apart = params.tokens;
+  params.batches_per_sequence = params.tokens;
   params.batch *= params.tokens;
   params.tokens = 1;
   params.is_causal = 0;
@@ -168,29 +169,29 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
   params.block_n_log2 = log2_of(kernel.block_n);
   params.box_rows = sm90::page_box_rows(params.block_table != nullptr, params.page_size, kernel.block_n);
   params.num_splits = arguments.num_splits == 0 ? kNoLimit : static_cast<int32_t>(arguments.num_splits);
-  // As many parts as the GPU holds blocks at once. Shares below least_share cost more at their ends than they gain.
-  params.least_share = is_few_rows(kernel) ? 1 : 2;
+  // As many parts as the GPU holds blocks at once. Shorter ones cost more at their ends than they gain.
+  params.min_blocks_per_part = is_few_rows(kernel) ? 1 : 2;
   const int64_t blocks = int64_t{gpu.num_multiprocessors} * kernel.min_blocks;
-  const int64_t most_parts = std::max<int64_t>(1, blocks / row_tiles);
-  // Without lengths all sequences are equal. With about one per part, the plan would give each its own part.
+  const int64_t max_parts = std::max<int64_t>(1, blocks / row_tiles);
+  // Without lengths all sequences are equal. With about one per part, the scheduler would give each its own part.
   const bool is_one_each =
-      params.cache_seqlens == nullptr && params.batch <= most_parts && 17 * int64_t{params.batch} >= 16 * most_parts;
+      params.cache_seqlens == nullptr && params.batch <= max_parts && 17 * int64_t{params.batch} >= 16 * max_parts;
   if (is_one_each) params.num_splits = 1;
   const bool is_split = params.num_splits != 1;
   // Leaves up to 1/32 of the parts unused if equal sequences then have whole parts, or parts whole sequences.
-  const int64_t even_parts = params.batch <= most_parts ? most_parts / params.batch * params.batch : most_parts;
-  const bool is_even = most_parts - even_parts <= most_parts / 32;
-  params.parts = static_cast<int32_t>(!is_split ? params.batch : is_even ? even_parts : most_parts);
-  constexpr int32_t kLanes = 32;  // plan.cuh looks at this many sequences at once
-  params.parts_each = is_split && params.batch <= kLanes ? params.parts / params.batch : 0;
+  const int64_t even_parts = params.batch <= max_parts ? max_parts / params.batch * params.batch : max_parts;
+  const bool is_even = max_parts - even_parts <= max_parts / 32;
+  params.num_sm_parts = static_cast<int32_t>(!is_split ? params.batch : is_even ? even_parts : max_parts);
+  constexpr int32_t kLanes = 32;  // tile_scheduler.cuh looks at this many sequences at once
+  params.parts_per_sequence = is_split && params.batch <= kLanes ? params.num_sm_parts / params.batch : 0;
   // If each sequence is in many parts, several warps add up a row.
   constexpr int64_t kManyParts = 24;
-  params.warps_per_sum = params.parts >= kManyParts * params.batch ? combine.block_m : 1;
+  params.warps_per_sum = params.num_sm_parts >= kManyParts * params.batch ? combine.block_m : 1;
 
   const host::CudaCall call(gpu);
   host::Workspace workspace;
   if (is_split) {
-    const int64_t partial_rows = 2 * int64_t{params.parts} * row_tiles * kernel.block_m;
+    const int64_t partial_rows = 2 * int64_t{params.num_sm_parts} * row_tiles * kernel.block_m;
     const int64_t out = workspace.add<float>(partial_rows * kLatentDim);
     const int64_t state = workspace.add<float>(partial_rows * 2);
     workspace.allocate(call);
@@ -204,16 +205,16 @@ void run(const DecodeArguments& arguments, DecodeParams params, const Kernel& ke
     maps[1] = host::encode_tensor_map(described.cache, kernel.dtype, "kv_cache", kKeyPromotion);
   }
   host::LaunchList list;
-  list.add({&kernel, params.parts * row_tiles, &params, maps, /*is_dependent=*/true});
+  list.add({&kernel, params.num_sm_parts * row_tiles, &params, maps, /*is_dependent=*/true});
   if (is_split) {
     const int64_t sums = combine.block_m / params.warps_per_sum;  // per block at once
-    const int64_t sequences = std::min<int64_t>(params.batch, params.parts);
-    // More blocks than the GPU holds at once would only make the plan again.
+    const int64_t sequences = std::min<int64_t>(params.batch, params.num_sm_parts);
+    // More blocks than the GPU holds at once would only make the schedule again.
     const int64_t held = std::max<int64_t>(1, int64_t{gpu.num_multiprocessors} * combine.min_blocks / sequences);
     const int64_t units = ceil_div(rows, kSumRows) * (kLatentDim / kSumColumns);
-    params.sum_pieces = units > held * sums ? 2 : 1;  // 2: fewer rounds; 1: more warps
+    params.tile_pairs_per_warp = units > held * sums ? 2 : 1;  // 2: fewer rounds; 1: more warps
     // Divides evenly: units are a multiple of 32, and the divisor is a power of two up to 16.
-    const int64_t blocks = std::min(units / (sums * params.sum_pieces), held);
+    const int64_t blocks = std::min(units / (sums * params.tile_pairs_per_warp), held);
     list.add({&combine, sequences * blocks, &params, nullptr, /*is_dependent=*/true});
   }
   list.run(call);
@@ -232,7 +233,7 @@ void decode_cuda(const DecodeArguments& arguments, const Tensor& out, const Tens
   const Tensor cache = readable_cache(arguments, kernel);
   DecodeParams params = make_params(arguments, q, cache, out, lse);
   const Tensor indices = is_sparse ? host::contiguous(arguments.indices) : Tensor();
-  if (is_sparse) name_keys(params, indices);
+  if (is_sparse) set_topk_indices(params, indices);
   run(arguments, params, kernel, select_combine(request), gpu);
   host::set_last_kernel(kernel.symbol);
 }

@@ -10,12 +10,12 @@
 namespace flashmoe::mla {
 namespace {
 
-const host::ArgumentCheck kCheckDecode("mla_decode", [](host::Arguments& given) { take_decode(given); });
+const host::ArgumentCheck kCheckDecode("mla_decode", [](host::Arguments& given) { parse_decode(given); });
 
 void boxed_decode(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("mla_decode", num_arguments, 9, num_outputs, 2);
   host::Arguments given(stack);
-  const DecodeArguments arguments = take_decode(given);
+  const DecodeArguments arguments = parse_decode(given);
   const Tensor& q = arguments.q;
   Tensor out = host::empty({arguments.batch(), arguments.tokens(), arguments.heads(), kLatentDim}, q.dtype(),
                            q.device_type(), q.device_index());
@@ -23,16 +23,16 @@ void boxed_decode(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
                            q.device_type(), q.device_index());
   host::set_last_kernel("");
   if (arguments.batch() > 0 && arguments.tokens() > 0) decode_cuda(arguments, out, lse);
-  stack[0] = host::give(std::move(out));
-  stack[1] = host::give(std::move(lse));
+  stack[0] = host::box(std::move(out));
+  stack[1] = host::box(std::move(lse));
 }
 
-const host::ArgumentCheck kCheckAppend("mla_append_", [](host::Arguments& given) { take_append(given); });
+const host::ArgumentCheck kCheckAppend("mla_append_", [](host::Arguments& given) { parse_append(given); });
 
 void boxed_append(StableIValue* stack, uint64_t num_arguments, uint64_t num_outputs) {
   host::check_counts("mla_append_", num_arguments, 5, num_outputs, 0);
   host::Arguments given(stack);
-  const AppendArguments arguments = take_append(given);
+  const AppendArguments arguments = parse_append(given);
   if (arguments.batch() > 0 && arguments.tokens() > 0) append_cuda(arguments);
 }
 

@@ -8,7 +8,7 @@ using int64_t = long long;
 #include <cstdint>
 #endif
 
-#include "mla/params/codes.h"
+#include "mla/params/fp8.h"
 
 namespace flashmoe::mla {
 
@@ -30,7 +30,7 @@ struct AppendParams {
   int32_t tokens;  // new tokens per sequence
   int32_t page_size;
   int32_t num_pages;
-  int32_t room;  // keys that a sequence can hold
+  int32_t capacity;  // keys that a sequence can hold
 };
 
 }  // namespace flashmoe::mla

@@ -1,5 +1,5 @@
 // Decoding of multi-head latent attention with mma.sync: any number of heads and query tokens, any page size.
-//   grid   row_tiles * parts blocks (plan.cuh)
+//   grid   row_tiles * num_sm_parts blocks (tile_scheduler.cuh)
 // Key blocks of kBlockN keys ascend from key 0; a row's rescaling depends on that row only.
 #pragma once
 
@@ -9,7 +9,7 @@
 #include "device/reduce.cuh"
 #include "mla/finish.cuh"
 #include "mla/params/decode.h"
-#include "mla/plan.cuh"
+#include "mla/tile_scheduler.cuh"
 #include "mla/sm80/load.cuh"
 #include "mla/sm80/spec.cuh"
 #include "ptx/barrier.cuh"
@@ -66,8 +66,8 @@ struct Warp {
   }
 
   // Stores Q K^T over this warp's columns to shared memory, in accumulator order.
-  __device__ __forceinline__ void share_scores(const uint32_t (&Q_rmem)[Spec::kMmaM][Spec::kSteps][4],
-                                               ptx::SmemPointer K_smem) const {
+  __device__ __forceinline__ void store_partial_scores(const uint32_t (&Q_rmem)[Spec::kMmaM][Spec::kSteps][4],
+                                                       ptx::SmemPointer K_smem) const {
     float S_rmem[Spec::kMmaM][Spec::kMmaN][4];
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m)
@@ -91,34 +91,34 @@ struct Warp {
           ptx::mma_m16n8k16<Element>(S_rmem[m][2 * pair + 1], Q_rmem[m][step], b[2], b[3]);
         }
       }
-    const ptx::SmemPointer own_smem = scores_of(ptx::warp_index());
+    const ptx::SmemPointer warp_smem = scores_of(ptx::warp_index());
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m)
 #pragma unroll
       for (int n = 0; n < Spec::kMmaN; ++n) {
         const uint32_t words[4] = {ptx::float_bits(S_rmem[m][n][0]), ptx::float_bits(S_rmem[m][n][1]),
                                    ptx::float_bits(S_rmem[m][n][2]), ptx::float_bits(S_rmem[m][n][3])};
-        ptx::st_shared_128(own_smem + (m * Spec::kMmaN + n) * 512, words);
+        ptx::st_shared_128(warp_smem + (m * Spec::kMmaN + n) * 512, words);
       }
   }
 
   // The scores of 16 rows: the sums of the four warps, in warp order.
-  __device__ __forceinline__ void gather_scores(float (&S_rmem)[Spec::kMmaN][4], int m) const {
+  __device__ __forceinline__ void sum_partial_scores(float (&S_rmem)[Spec::kMmaN][4], int m) const {
 #pragma unroll
     for (int n = 0; n < Spec::kMmaN; ++n) {
 #pragma unroll
       for (int warp = 0; warp < Spec::kColumnWarps; ++warp) {
-        const float4 part =
+        const float4 partial =
             ptx::ld_shared_float4(scores_of(row_warp * Spec::kColumnWarps + warp) + (m * Spec::kMmaN + n) * 512);
-        S_rmem[n][0] = warp == 0 ? part.x : S_rmem[n][0] + part.x;
-        S_rmem[n][1] = warp == 0 ? part.y : S_rmem[n][1] + part.y;
-        S_rmem[n][2] = warp == 0 ? part.z : S_rmem[n][2] + part.z;
-        S_rmem[n][3] = warp == 0 ? part.w : S_rmem[n][3] + part.w;
+        S_rmem[n][0] = warp == 0 ? partial.x : S_rmem[n][0] + partial.x;
+        S_rmem[n][1] = warp == 0 ? partial.y : S_rmem[n][1] + partial.y;
+        S_rmem[n][2] = warp == 0 ? partial.z : S_rmem[n][2] + partial.z;
+        S_rmem[n][3] = warp == 0 ? partial.w : S_rmem[n][3] + partial.w;
       }
     }
   }
 
-  __device__ __forceinline__ void hide(float (&S_rmem)[Spec::kMmaN][4], int m, int keys, int first_key) const {
+  __device__ __forceinline__ void apply_mask(float (&S_rmem)[Spec::kMmaN][4], int m, int keys, int first_key) const {
     const int lane = ptx::lane_index();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -131,8 +131,8 @@ struct Warp {
     }
   }
 
-  // Sparse: hides indices that select no key.
-  __device__ __forceinline__ static void hide_missing(float (&S_rmem)[Spec::kMmaN][4], uint32_t present) {
+  // Sparse: masks indices that select no key.
+  __device__ __forceinline__ static void mask_invalid(float (&S_rmem)[Spec::kMmaN][4], uint32_t present) {
     const uint32_t of_thread = present >> ptx::lane_index() % 4 * 2;
 #pragma unroll
     for (int n = 0; n < Spec::kMmaN; ++n)
@@ -142,8 +142,8 @@ struct Warp {
   }
 
   // Scores to probabilities, as the A operands of P V. Rescales the output of the same rows.
-  __device__ __forceinline__ void make_probabilities(uint32_t (&P_rmem)[Spec::kMmaN / 2][4],
-                                                     float (&S_rmem)[Spec::kMmaN][4], int m) {
+  __device__ __forceinline__ void softmax(uint32_t (&P_rmem)[Spec::kMmaN / 2][4], float (&S_rmem)[Spec::kMmaN][4],
+                                          int m) {
     float shift[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -191,7 +191,7 @@ struct Warp {
       }
   }
 
-  __device__ __forceinline__ void attend(const Segment& segment) {
+  __device__ __forceinline__ void mainloop(const WorkTile& work) {
 #pragma unroll
     for (int m = 0; m < Spec::kMmaM; ++m) {
       rows[m][0] = rows[m][1] = RowState();
@@ -200,63 +200,63 @@ struct Warp {
 #pragma unroll
         for (int i = 0; i < 4; ++i) O_rmem[m][d][i] = 0.0f;
     }
-    typename LoaderOf<Spec>::Type loader(params, segment);
-    loader.find(segment.begin_block);
+    typename LoaderOf<Spec>::Type loader(params, work);
+    loader.locate(work.begin_block);
     const auto issue = [&](int block, int stage) {
-      if (block < segment.end_block) {
+      if (block < work.end_block) {
         loader.issue(block_smem + stage * Spec::kStageBytes);
-        loader.find(block + 1);
+        loader.locate(block + 1);
       }
       loader.commit();
     };
-    const auto land = [&](int block, int stage) {
-      if (block < segment.end_block) loader.land(block_smem + stage * Spec::kStageBytes);
+    const auto store_smem = [&](int block, int stage) {
+      if (block < work.end_block) loader.store_smem(block_smem + stage * Spec::kStageBytes);
     };
-    ptx::barrier_sync_block();  // write after read: the ring of the previous segment
+    ptx::barrier_sync_block();  // write after read: the ring of the previous work tile
 #pragma unroll 1
     for (int ahead = 0; ahead < Spec::kNumStages - 1; ++ahead) {
-      issue(segment.begin_block + ahead, ahead);
-      land(segment.begin_block + ahead, ahead);
+      issue(work.begin_block + ahead, ahead);
+      store_smem(work.begin_block + ahead, ahead);
     }
     uint32_t Q_rmem[Spec::kMmaM][Spec::kSteps][4];
-    load_query<Spec>(Q_rmem, params, segment.batch, first_row(), column_warp);
-    // Keys from here on are hidden from some row of the tile.
-    const int seen_by_all = visible_end(params, segment.keys, row_tile * Spec::kBlockM);
+    load_query<Spec>(Q_rmem, params, work.batch, first_row(), column_warp);
+    // Keys from here on are masked for some row of the tile.
+    const int unmasked_end = visible_end(params, work.keys, row_tile * Spec::kBlockM);
 
     int stage = 0;
 #pragma unroll 1
-    for (int block = segment.begin_block; block < segment.end_block; ++block) {
+    for (int block = work.begin_block; block < work.end_block; ++block) {
       const ptx::SmemPointer K_smem = block_smem + stage * Spec::kStageBytes;
       const int refilled = stage == 0 ? Spec::kNumStages - 1 : stage - 1;
       loader.wait();
       ptx::
           barrier_sync_block();  // the block has arrived; all have finished the stage to refill and the previous scores
       issue(block + Spec::kNumStages - 1, refilled);
-      share_scores(Q_rmem, K_smem);
-      const int index = Spec::kIsSparse ? sparse_index(params, segment, block) : 0;
+      store_partial_scores(Q_rmem, K_smem);
+      const int index = Spec::kIsSparse ? lane_topk_index(params, work, block) : 0;
       ptx::barrier_sync_block();  // read after write: the scores
       uint32_t P_rmem[Spec::kMmaM][Spec::kMmaN / 2][4];
       const uint32_t present = Spec::kIsSparse ? ptx::vote_ballot(index >= 0) : 0;
 #pragma unroll
       for (int m = 0; m < Spec::kMmaM; ++m) {
         float S_rmem[Spec::kMmaN][4];
-        gather_scores(S_rmem, m);
+        sum_partial_scores(S_rmem, m);
         if constexpr (Spec::kIsSparse) {
-          hide_missing(S_rmem, present);
-        } else if ((block + 1) * Spec::kBlockN > seen_by_all) {
-          hide(S_rmem, m, segment.keys, block * Spec::kBlockN);
+          mask_invalid(S_rmem, present);
+        } else if ((block + 1) * Spec::kBlockN > unmasked_end) {
+          apply_mask(S_rmem, m, work.keys, block * Spec::kBlockN);
         }
-        make_probabilities(P_rmem[m], S_rmem, m);
+        softmax(P_rmem[m], S_rmem, m);
       }
       multiply_value(P_rmem, K_smem);
-      land(block + Spec::kNumStages - 1, refilled);
+      store_smem(block + Spec::kNumStages - 1, refilled);
       stage = stage == Spec::kNumStages - 1 ? 0 : stage + 1;
     }
     loader.wait_all();
   }
 
   // Finishes the rows of a whole sequence; leaves the sums of a split one to combine.cuh.
-  __device__ __forceinline__ void store(const Segment& segment, int slot) const {
+  __device__ __forceinline__ void store(const WorkTile& work, int slot) const {
     const int lane = ptx::lane_index();
     const int num_rows = params.tokens * params.heads;
 #pragma unroll
@@ -270,11 +270,11 @@ struct Warp {
         const float shift = rows[m][half].max * params.scale_log2;
         const bool is_first = column_warp == 0 && lane % 4 == 0;
         const int column = column_warp * Spec::kWarpColumns + lane % 4 * 2;
-        if (segment.is_whole()) {
+        if (work.is_whole()) {
           const FinishedRow finished = finish_row(params, row % params.heads, shift, sum);
-          if (is_first && params.lse != nullptr) store_lse(params, segment.batch, row, finished.lse);
+          if (is_first && params.lse != nullptr) store_lse(params, work.batch, row, finished.lse);
           Element* out_gmem = static_cast<Element*>(params.out) +
-                              (static_cast<int64_t>(segment.batch) * num_rows + row) * kLatentDim + column;
+                              (static_cast<int64_t>(work.batch) * num_rows + row) * kLatentDim + column;
 #pragma unroll
           for (int d = 0; d < Spec::kMmaD; ++d) {
             ptx::st_global_32(out_gmem + d * 8, pack<Element>(O_rmem[m][d][2 * half] * finished.inverse,
@@ -283,14 +283,14 @@ struct Warp {
           continue;
         }
         // Recomputed: registers are scarce in the loop of the FP8 kernel.
-        const int own = ptx::recompute(lane);
+        const int recomputed_lane = ptx::recompute(lane);
         const int64_t first = partial_row(params, slot, row_tile, row_warp * Spec::kWarpRows + m * 16 + half * 8);
         if (is_first) {
           const uint32_t state[2] = {ptx::float_bits(shift), ptx::float_bits(sum)};
-          ptx::st_global_64(params.state_partial + first * 2 + own / 4 * 2, state);
+          ptx::st_global_64(params.state_partial + first * 2 + recomputed_lane / 4 * 2, state);
         }
-        float* out_gmem =
-            params.out_partial + partial_tile(first, ptx::recompute(column_warp) * Spec::kWarpColumns) + own * 2;
+        float* out_gmem = params.out_partial + partial_tile(first, ptx::recompute(column_warp) * Spec::kWarpColumns) +
+                          recomputed_lane * 2;
 #pragma unroll
         for (int d = 0; d < Spec::kMmaD; ++d) {
           const uint32_t words[2] = {ptx::float_bits(O_rmem[m][d][2 * half]),
@@ -305,13 +305,13 @@ template <typename Spec>
 __device__ __forceinline__ void decode(const DecodeParams& params) {
   ptx::grid_dependency_wait();  // the preceding kernel may write lengths, pages, keys or Q
   ptx::grid_launch_dependents();
-  const int part = ptx::block_index() / params.row_tiles;
-  Plan plan(params, part);
-  Warp<Spec> warp(params, ptx::block_index() - part * params.row_tiles);
-  Segment segment;
-  while (plan.next(segment)) {
-    warp.attend(segment);
-    warp.store(segment, plan.slot(segment));
+  const int sm_part = ptx::block_index() / params.row_tiles;
+  TileScheduler scheduler(params, sm_part);
+  Warp<Spec> warp(params, ptx::block_index() - sm_part * params.row_tiles);
+  WorkTile work;
+  while (scheduler.next(work)) {
+    warp.mainloop(work);
+    warp.store(work, scheduler.slot(work));
   }
 }
 

@@ -3,9 +3,9 @@
 
 #include "device/swizzle.cuh"
 #include "mla/dequantize.cuh"
-#include "mla/indices.cuh"
-#include "mla/params/codes.h"
-#include "mla/plan.cuh"
+#include "mla/topk_indices.cuh"
+#include "mla/params/fp8.h"
+#include "mla/tile_scheduler.cuh"
 #include "mla/sm80/spec.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/math.cuh"
@@ -15,7 +15,7 @@
 
 namespace flashmoe::mla::sm80 {
 
-// Page `index` of a sequence, from the block table, clamped to the cache.
+// get_page for a page's index, which the caller has computed: one division per key.
 __device__ __forceinline__ int page_of(const DecodeParams& params, int batch, int index) {
   if (params.block_table == nullptr) return batch;
   const int32_t* page_gmem = params.block_table + batch * params.block_table_stride + index;
@@ -23,21 +23,21 @@ __device__ __forceinline__ int page_of(const DecodeParams& params, int batch, in
 }
 
 // The index of this lane's key in a block; -1 if there is none.
-__device__ __forceinline__ int sparse_index(const DecodeParams& params, const Segment& segment, int block) {
-  return index_of(params, segment, block * 32 + ptx::lane_index());
+__device__ __forceinline__ int lane_topk_index(const DecodeParams& params, const WorkTile& work, int block) {
+  return topk_index(params, work, block * 32 + ptx::lane_index());
 }
 
 // This thread's keys of a block, one per pass; eight threads share a key.
 template <typename Spec>
 struct BlockKeys {
   const DecodeParams& params;
-  const Segment& segment;
+  const WorkTile& work;
   // Their offsets, in elements, in an FP8 cache in bytes; negative: zeros instead of a key.
   int64_t offset[Spec::kPasses];
   int slot[Spec::kPasses];  // sparse: used instead of offset; rows among all pages
 
-  __device__ __forceinline__ BlockKeys(const DecodeParams& params_, const Segment& segment_)
-      : params(params_), segment(segment_) {}
+  __device__ __forceinline__ BlockKeys(const DecodeParams& params_, const WorkTile& segment_)
+      : params(params_), work(segment_) {}
 
   // Where this thread stores 16 bytes of each 64 columns of its first key.
   __device__ __forceinline__ static ptx::SmemPointer thread_smem(ptx::SmemPointer stage_smem) {
@@ -46,28 +46,28 @@ struct BlockKeys {
   }
 
   // Looks up the pages of a block's keys, some time before they are loaded.
-  __device__ __forceinline__ void find(int block) {
+  __device__ __forceinline__ void locate(int block) {
     if constexpr (Spec::kIsSparse) {
-      find_indices(block);
+      load_topk_indices(block);
     } else {
-      find_own(block);
+      load_pages(block);
     }
   }
 
-  __device__ __forceinline__ void find_own(int block) {
+  __device__ __forceinline__ void load_pages(int block) {
 #pragma unroll
     for (int pass = 0; pass < Spec::kPasses; ++pass) {
       const int key = block * Spec::kBlockN + pass * Spec::kRowsPerPass + ptx::thread_index() / kSegmentChunks;
       offset[pass] = -1;
-      if (key >= segment.keys) continue;
+      if (key >= work.keys) continue;
       const int index = static_cast<int>(static_cast<uint32_t>(key) / static_cast<uint32_t>(params.page_size));
-      offset[pass] = page_of(params, segment.batch, index) * params.page_stride +
+      offset[pass] = page_of(params, work.batch, index) * params.page_stride +
                      (key - index * params.page_size) * params.key_stride;
     }
   }
 
-  __device__ __forceinline__ void find_indices(int block) {
-    const int of_lane = sparse_index(params, segment, block);
+  __device__ __forceinline__ void load_topk_indices(int block) {
+    const int of_lane = lane_topk_index(params, work, block);
 #pragma unroll
     for (int pass = 0; pass < Spec::kPasses; ++pass) {
       slot[pass] = ptx::shuffle_index(of_lane, pass * Spec::kRowsPerPass + ptx::thread_index() / kSegmentChunks);
@@ -79,13 +79,13 @@ struct BlockKeys {
     if constexpr (!Spec::kIsSparse) {
       return offset[pass];
     } else {
-      return slot[pass] < 0 ? -1 : row_offset(params, slot[pass]);
+      return row_offset(params, slot[pass]);
     }
   }
 };
 
-// Loads the key blocks of a segment in order: find() locates the keys, issue() reads them, wait() and land() make sure
-// that they are in shared memory.
+// Loads the key blocks of a work tile in order: locate() finds the keys, issue() reads them, wait() and store_smem()
+// make sure that they are in shared memory.
 template <typename Spec>
 struct KeyLoader : BlockKeys<Spec> {
   using Element = typename Spec::Element;
@@ -114,19 +114,19 @@ struct KeyLoader : BlockKeys<Spec> {
   __device__ __forceinline__ void commit() const { ptx::cp_async_commit(); }
   __device__ __forceinline__ void wait() const { ptx::cp_async_wait<Spec::kNumStages - 2>(); }
   __device__ __forceinline__ void wait_all() const { ptx::cp_async_wait<0>(); }
-  __device__ __forceinline__ void land(ptx::SmemPointer) const {}
+  __device__ __forceinline__ void store_smem(ptx::SmemPointer) const {}
 };
 
 // The same for an FP8 cache.
 template <typename Spec>
-struct CodeLoader : BlockKeys<Spec> {
+struct Fp8Loader : BlockKeys<Spec> {
   using Element = typename Spec::Element;
   using BlockKeys<Spec>::BlockKeys;
   using BlockKeys<Spec>::params;
   static constexpr int kSlabs = kLatentDim / 64;
   static constexpr int kSlabsPerScale = kScaleColumns / 64;
 
-  uint32_t codes[Spec::kPasses][kSlabs][2];
+  uint32_t fp8[Spec::kPasses][kSlabs][2];
   uint32_t scales[Spec::kPasses][kSlabs / kSlabsPerScale];
   uint32_t rotary[Spec::kPasses][4];
 
@@ -135,14 +135,14 @@ struct CodeLoader : BlockKeys<Spec> {
 #pragma unroll
     for (int pass = 0; pass < Spec::kPasses; ++pass) {
 #pragma unroll
-      for (int slab = 0; slab < kSlabs; ++slab) codes[pass][slab][0] = codes[pass][slab][1] = 0;
+      for (int slab = 0; slab < kSlabs; ++slab) fp8[pass][slab][0] = fp8[pass][slab][1] = 0;
 #pragma unroll
       for (int i = 0; i < 4; ++i) scales[pass][i] = rotary[pass][i] = 0;
       const int64_t key_offset = this->offset_of(pass);
       if (key_offset < 0) continue;
       const unsigned char* key_gmem = static_cast<const unsigned char*>(params.cache) + key_offset;
 #pragma unroll
-      for (int slab = 0; slab < kSlabs; ++slab) ptx::ld_global_64(codes[pass][slab], key_gmem + slab * 64 + chunk * 8);
+      for (int slab = 0; slab < kSlabs; ++slab) ptx::ld_global_64(fp8[pass][slab], key_gmem + slab * 64 + chunk * 8);
       ptx::ld_global_128(scales[pass], key_gmem + kScaleBytesOffset);
       ptx::ld_global_128(rotary[pass], key_gmem + kRotaryBytesOffset + chunk * kChunkBytes);
     }
@@ -152,7 +152,7 @@ struct CodeLoader : BlockKeys<Spec> {
   __device__ __forceinline__ void wait() const {}
   __device__ __forceinline__ void wait_all() const {}
 
-  __device__ __forceinline__ void land(ptx::SmemPointer stage_smem) const {
+  __device__ __forceinline__ void store_smem(ptx::SmemPointer stage_smem) const {
     const ptx::SmemPointer thread_smem = this->thread_smem(stage_smem);
 #pragma unroll
     for (int pass = 0; pass < Spec::kPasses; ++pass) {
@@ -161,7 +161,7 @@ struct CodeLoader : BlockKeys<Spec> {
       for (int slab = 0; slab < kSlabs; ++slab) {
         const float scale = ptx::bits_float(scales[pass][slab / kSlabsPerScale]);
         uint32_t words[4];
-        dequantize<Element>(words, codes[pass][slab][0], codes[pass][slab][1], scale);
+        dequantize<Element>(words, fp8[pass][slab][0], fp8[pass][slab][1], scale);
         ptx::st_shared_128(key_smem + slab * (kSegmentChunks * kChunkBytes), words);
       }
       ptx::st_shared_128(key_smem + kSlabs * (kSegmentChunks * kChunkBytes), rotary[pass]);
@@ -169,13 +169,13 @@ struct CodeLoader : BlockKeys<Spec> {
   }
 };
 
-template <typename Spec, bool kHasCodes = Spec::kHasCodes>
+template <typename Spec, bool kIsFp8 = Spec::kIsFp8>
 struct LoaderOf {
   using Type = KeyLoader<Spec>;
 };
 template <typename Spec>
 struct LoaderOf<Spec, true> {
-  using Type = CodeLoader<Spec>;
+  using Type = Fp8Loader<Spec>;
 };
 
 // A warp's columns of its rows of Q, as A operands: step j has the 16 columns from 64 j + 16 * column_warp on. Rows

@@ -12,9 +12,8 @@ namespace flashmoe::mla::sm80 {
 // and in P V each has a quarter of the output's columns. Their partial scores are added through shared memory; every
 // warp then has all scores of its rows, and P in registers. A key block is both K and V.
 // kIsSparse   1: indices select a row's keys.
-// kHasCodes   1: the cache is FP8 (params/codes.h) and is converted to elements on the way to shared memory.
-template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kHasCodes_,
-          int kIsSparse_>
+// kIsFp8      1: the cache is FP8 (params/fp8.h) and is converted to elements on the way to shared memory.
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kIsFp8_, int kIsSparse_>
 struct DecodeSpec {
   using Element = Element_;
   static constexpr int kBlockM = kBlockM_;
@@ -23,7 +22,7 @@ struct DecodeSpec {
   static constexpr int kNumWarps = kNumWarps_;
   static constexpr int kNumThreads = 32 * kNumWarps;
 
-  static constexpr bool kHasCodes = kHasCodes_ != 0;
+  static constexpr bool kIsFp8 = kIsFp8_ != 0;
   static constexpr bool kIsSparse = kIsSparse_ != 0;
 
   static constexpr int kColumnWarps = 4;
@@ -50,7 +49,7 @@ struct DecodeSpec {
   static_assert(kPasses * kRowsPerPass == kBlockN, "a pass of loads ends with the key block");
   static_assert(kRowsPerPass % 8 == 0, "the rows of two passes differ by the period of the swizzle");
   static_assert(!kIsSparse || kBlockN == 32, "a lane of each warp has the index of a key");
-  static_assert(!kHasCodes || kNumStages == 2, "the codes of one block at most are in registers");
+  static_assert(!kIsFp8 || kNumStages == 2, "the codes of one block at most are in registers");
   static_assert(kNumStages >= 2, "a key block is multiplied while another one loads");
 };
 

@@ -14,8 +14,8 @@
 #include "device/reduce.cuh"
 #include "device/warpgroup_product.cuh"
 #include "mla/finish.cuh"
-#include "mla/indices.cuh"
-#include "mla/plan.cuh"
+#include "mla/topk_indices.cuh"
+#include "mla/tile_scheduler.cuh"
 #include "mla/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
@@ -33,11 +33,11 @@ struct Consumer {
   using Element = typename Spec::Element;
   static constexpr int kScores = Spec::kBlockN / 2;
   static constexpr int kOutputs = Spec::kOutputs;
-  static constexpr int kPartOutputs = kOutputs / Spec::kValueParts;
+  static constexpr int kTileOutputs = kOutputs / Spec::kValueTiles;
   static constexpr int kValueSteps = Spec::kBlockN / 16;
   static constexpr int kRotarySteps = 4;
   // Words that the lanes of a quad exchange for 16-byte stores; with FP8, where registers are scarce, no exchange.
-  static constexpr int kGathered = Spec::kHasCodes ? 1 : 4;
+  static constexpr int kGathered = Spec::kIsFp8 ? 1 : 4;
 
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
@@ -66,22 +66,22 @@ struct Consumer {
   // The first of the thread's two rows of the tile; the other is 8 rows below.
   __device__ __forceinline__ int thread_row() const { return warp * 16 + ptx::lane_index() / 4; }
 
-  __device__ __forceinline__ int own_group() const { return consumer == 0 ? kLeft : kRight; }
+  __device__ __forceinline__ int value_group() const { return consumer == 0 ? kLeft : kRight; }
 
   // One arrival per warp: after its wgmma_wait, its own share of the product has read the buffer.
   __device__ __forceinline__ void release(ptx::Mbarrier* empty) const {
     if (is_first_lane) ptx::mbarrier_arrive(empty);
   }
   __device__ __forceinline__ void release_value(int index) const {
-    release(shared.key_empty(index % Spec::kNumStages, own_group()));
+    release(shared.key_empty(index % Spec::kNumStages, value_group()));
   }
 
   __device__ __forceinline__ void wait_key(int stage, int group, int parity) const {
     ptx::mbarrier_wait(shared.key_full(stage, group), parity);
-    if constexpr (Spec::kIsSparse && !Spec::kHasCodes) ptx::fence_proxy_async_shared();  // written by cp.async
+    if constexpr (Spec::kIsSparse && !Spec::kIsFp8) ptx::fence_proxy_async_shared();  // written by cp.async
   }
 
-  // scores[64 x 64] = Q K^T of block `index` of the segment; asynchronous. The rotary columns of Q are in registers.
+  // scores[64 x 64] = Q K^T of block `index` of the work tile; asynchronous. The rotary columns of Q are in registers.
   __device__ __forceinline__ void issue_scores(float (&scores)[kScores], uint32_t (&rotary)[kRotarySteps][4],
                                                int index) const {
     const int stage = index % Spec::kNumStages;
@@ -94,7 +94,7 @@ struct Consumer {
         wait_key(stage, step / (kLatentDim / 32), parity);
         ptx::wgmma_fence();
       }
-      if (Spec::kHasCodes || step < kLatentDim / 16) {
+      if (Spec::kIsFp8 || step < kLatentDim / 16) {
         ptx::wgmma_ss<Element, Spec::kBlockN, false>(scores, query.k_step(step), key.k_step(step), step == 0 ? 0 : 1);
       } else {
         const uint32_t (&a)[4] = rotary[step - kLatentDim / 16];
@@ -104,57 +104,57 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  // Part `part` of this consumer's half of V of block `index`.
-  __device__ __forceinline__ MnMajorOperand value(int index, int part) const {
+  // N tile `n_tile` of this consumer's half of V of block `index`.
+  __device__ __forceinline__ MnMajorOperand value(int index, int n_tile) const {
     const auto tile = shared.key(index % Spec::kNumStages);
-    return {ptx::make_smem_descriptor(tile.slab(consumer * 4 + part * (4 / Spec::kValueParts)),
+    return {ptx::make_smem_descriptor(tile.slab(consumer * 4 + n_tile * (4 / Spec::kValueTiles)),
                                       Spec::KeyTile::kSlabBytes, kSwizzleBytes)};
   }
-  __device__ __forceinline__ static float (&sums_of(float (&output)[kOutputs], int part))
-      [kPartOutputs] { return reinterpret_cast<float (&)[kPartOutputs]>(output[part * kPartOutputs]); }
+  __device__ __forceinline__ static float (&sums_of(float (&output)[kOutputs], int n_tile))
+      [kTileOutputs] { return reinterpret_cast<float (&)[kTileOutputs]>(output[n_tile * kTileOutputs]); }
 
   __device__ __forceinline__ static void finish(float (&output)[kOutputs]) {
     ptx::wgmma_wait<0>();
     ptx::wgmma_fence_operands(output);
   }
 
-  // Sets the rows' maxima to `now` and rescales what has been summed so far.
-  __device__ __forceinline__ void advance_max(const float (&now)[2], float (&output)[kOutputs]) {
+  // Sets the rows' maxima to new_max and rescales what has been summed so far.
+  __device__ __forceinline__ void advance_max(const float (&new_max)[2], float (&output)[kOutputs]) {
     float rescale[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       // Both products are rounded, as in the exponentials: a maximum that stays gives exactly 1.
-      rescale[r] = now[r] == row_max[r] || row_max[r] == ptx::negative_infinity()
+      rescale[r] = new_max[r] == row_max[r] || row_max[r] == ptx::negative_infinity()
                        ? 1.0f  // or nothing has been summed yet
-                       : ptx::exp2_approx(ptx::sub_rn(row_max[r] * params.scale_log2, now[r] * params.scale_log2));
-      row_max[r] = now[r];
+                       : ptx::exp2_approx(ptx::sub_rn(row_max[r] * params.scale_log2, new_max[r] * params.scale_log2));
+      row_max[r] = new_max[r];
       row_sum[r] *= rescale[r];
-      if constexpr (!Spec::kHasCodes) other_sum[r] *= rescale[r];
+      if constexpr (!Spec::kIsFp8) other_sum[r] *= rescale[r];
     }
     if (!ptx::vote_any(rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) output[i] *= rescale[(i / 2) % 2];
   }
 
-  __device__ __forceinline__ void hide(float (&scores)[kScores], const Segment& segment, int block) const {
+  __device__ __forceinline__ void apply_mask(float (&scores)[kScores], const WorkTile& work, int block) const {
     const int first_key = block * Spec::kBlockN + ptx::lane_index() % 4 * 2;
     const int row = row_tile * Spec::kBlockM + thread_row();
-    const int end[2] = {visible_end(params, segment.keys, row) - first_key,
-                        visible_end(params, segment.keys, row + 8) - first_key};
+    const int end[2] = {visible_end(params, work.keys, row) - first_key,
+                        visible_end(params, work.keys, row + 8) - first_key};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       if (8 * (i / 4) + i % 2 >= end[(i / 2) % 2]) scores[i] = ptx::negative_infinity();
     }
   }
 
-  // Sparse: this lane's two indices of a block. hide_missing hides the keys of those that select none.
-  __device__ __forceinline__ void find_indices(int (&found)[2], const Segment& segment, int index) const {
+  // Sparse: this lane's two indices of a block. mask_invalid masks the keys of those that select none.
+  __device__ __forceinline__ void load_topk_indices(int (&found)[2], const WorkTile& work, int index) const {
     if constexpr (!Spec::kIsSparse) return;
-    const int key = (segment.begin_block + index) * Spec::kBlockN + ptx::lane_index();
-    found[0] = index_of(params, segment, key);
-    found[1] = index_of(params, segment, key + 32);
+    const int key = (work.begin_block + index) * Spec::kBlockN + ptx::lane_index();
+    found[0] = topk_index(params, work, key);
+    found[1] = topk_index(params, work, key + 32);
   }
-  __device__ __forceinline__ static void hide_missing(float (&scores)[kScores], const int (&found)[2]) {
+  __device__ __forceinline__ static void mask_invalid(float (&scores)[kScores], const int (&found)[2]) {
 #pragma unroll
     for (int word = 0; word < 2; ++word) {
       const uint32_t of_thread = ptx::vote_ballot(found[word] >= 0) >> ptx::lane_index() % 4 * 2;
@@ -168,7 +168,7 @@ struct Consumer {
   // The row maxima including a block's scores. They only guard against overflow, so a row keeps its maximum until an
   // exponential would exceed 2^kMaxExponent: P up to 2^8 is as exact as P up to 1, and the output is rarely rescaled.
   // Each row decides for itself.
-  __device__ __forceinline__ void find_max(const float (&scores)[kScores], float (&now)[2]) const {
+  __device__ __forceinline__ void find_max(const float (&scores)[kScores], float (&new_max)[2]) const {
     constexpr float kMaxExponent = 8.0f;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -178,17 +178,17 @@ struct Consumer {
         largest = ptx::max_ftz(largest, ptx::max_ftz(scores[4 * j + 2 * r], scores[4 * j + 2 * r + 1]));
       }
       largest = quad_max(largest);
-      now[r] = (largest - row_max[r]) * params.scale_log2 > kMaxExponent ? largest : row_max[r];
+      new_max[r] = (largest - row_max[r]) * params.scale_log2 > kMaxExponent ? largest : row_max[r];
     }
   }
 
   // P of a block: as this consumer's operand, and in shared memory for the other one, with the row maxima.
   __device__ __forceinline__ void publish(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores],
-                                          const float (&now)[2], float (&sum)[2], int index) const {
+                                          const float (&new_max)[2], float (&sum)[2], int index) const {
     const int stage = index % Spec::kNumStages;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float shift = (now[r] == ptx::negative_infinity() ? 0.0f : now[r]) * params.scale_log2;
+      const float shift = (new_max[r] == ptx::negative_infinity() ? 0.0f : new_max[r]) * params.scale_log2;
       sum[r] = 0.0f;
 #pragma unroll
       for (int j = 0; j < kScores / 4; ++j)
@@ -200,7 +200,7 @@ struct Consumer {
         }
     }
     pack_operand<Element>(probabilities, scores);
-    if constexpr (!Spec::kHasCodes) {
+    if constexpr (!Spec::kIsFp8) {
       ptx::mbarrier_wait(shared.probability_empty(stage),
                          uses.parity(index) ^ 1);  // write after read: P two blocks before
     }
@@ -213,8 +213,8 @@ struct Consumer {
       ptx::stmatrix_x4(tile.chunk(warp * 16 + lane % 16, 0, step * 2 + lane / 16), words);
     }
     if (lane % 4 == 0) {
-      ptx::st_shared_float(shared.row_max(stage, thread_row()), now[0]);
-      ptx::st_shared_float(shared.row_max(stage, thread_row() + 8), now[1]);
+      ptx::st_shared_float(shared.row_max(stage, thread_row()), new_max[0]);
+      ptx::st_shared_float(shared.row_max(stage, thread_row() + 8), new_max[1]);
     }
     ptx::fence_proxy_async_shared();
     ptx::warp_sync();
@@ -222,79 +222,79 @@ struct Consumer {
   }
 
   // A block whose scores the other consumer computes.
-  __device__ __forceinline__ void add_other(float (&output)[kOutputs], int index) {
+  __device__ __forceinline__ void pv_remote(float (&output)[kOutputs], int index) {
     const int stage = index % Spec::kNumStages;
-    wait_key(stage, own_group(), uses.parity(index));
+    wait_key(stage, value_group(), uses.parity(index));
     ptx::mbarrier_wait(shared.probability_full(stage), uses.parity(index));
-    const float now[2] = {ptx::ld_shared_float(shared.row_max(stage, thread_row())),
-                          ptx::ld_shared_float(shared.row_max(stage, thread_row() + 8))};
-    advance_max(now, output);
+    const float new_max[2] = {ptx::ld_shared_float(shared.row_max(stage, thread_row())),
+                              ptx::ld_shared_float(shared.row_max(stage, thread_row() + 8))};
+    advance_max(new_max, output);
     const auto probability = shared.probability(stage).k_major();
     ptx::wgmma_fence_operands(output);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int part = 0; part < Spec::kValueParts; ++part)
+    for (int n_tile = 0; n_tile < Spec::kValueTiles; ++n_tile)
 #pragma unroll
       for (int step = 0; step < kValueSteps; ++step) {
-        ptx::wgmma_ss<Element, 2 * kPartOutputs, true>(sums_of(output, part), probability.k_step(step),
-                                                       value(index, part).k_step(step), 1);
+        ptx::wgmma_ss<Element, 2 * kTileOutputs, true>(sums_of(output, n_tile), probability.k_step(step),
+                                                       value(index, n_tile).k_step(step), 1);
       }
     ptx::wgmma_commit();
     finish(output);
     ptx::warp_sync();  // the maxima have been read
     release_value(index);
-    release(Spec::kHasCodes ? shared.key_empty(stage, kRotary) : shared.probability_empty(stage));
+    release(Spec::kIsFp8 ? shared.key_empty(stage, kRotary) : shared.probability_empty(stage));
   }
 
   // From the scores of a block to P.
-  __device__ __forceinline__ void weigh(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores],
-                                        const Segment& segment, int index, int seen_by_all, const int (&found)[2],
-                                        float (&now)[2], float (&sum)[2]) const {
+  __device__ __forceinline__ void softmax(uint32_t (&probabilities)[kScores / 2], float (&scores)[kScores],
+                                          const WorkTile& work, int index, int unmasked_end, const int (&found)[2],
+                                          float (&new_max)[2], float (&sum)[2]) const {
     ptx::wgmma_fence_operands(scores);
-    if constexpr (Spec::kHasCodes) {
+    if constexpr (Spec::kIsFp8) {
       ptx::named_barrier_sync(barrier_id(Barrier::kScores, consumer), 128);
     } else {
       release(shared.key_empty(index % Spec::kNumStages, kRotary));
     }
-    const int block = segment.begin_block + index;
+    const int block = work.begin_block + index;
     if constexpr (Spec::kIsSparse) {
-      hide_missing(scores, found);
-    } else if ((block + 1) * Spec::kBlockN > seen_by_all) {
-      hide(scores, segment, block);
+      mask_invalid(scores, found);
+    } else if ((block + 1) * Spec::kBlockN > unmasked_end) {
+      apply_mask(scores, work, block);
     }
-    find_max(scores, now);
-    publish(probabilities, scores, now, sum, index);
+    find_max(scores, new_max);
+    publish(probabilities, scores, new_max, sum, index);
   }
   // This consumer's half of P V for a block whose scores it computed.
-  __device__ __forceinline__ void add_own(float (&output)[kOutputs], uint32_t (&probabilities)[kScores / 2],
-                                          const float (&now)[2], const float (&sum)[2], int index) {
-    advance_max(now, output);
+  __device__ __forceinline__ void pv_local(float (&output)[kOutputs], uint32_t (&probabilities)[kScores / 2],
+                                           const float (&new_max)[2], const float (&sum)[2], int index) {
+    advance_max(new_max, output);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float with_block = row_sum[r] + sum[r];
-      row_sum[r] = Spec::kHasCodes ? with_block : other_sum[r];
+      row_sum[r] = Spec::kIsFp8 ? with_block : other_sum[r];
       other_sum[r] = with_block;
     }
     ptx::wgmma_fence_operands(output);
     ptx::wgmma_fence_operands(probabilities);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int part = 0; part < Spec::kValueParts; ++part)
+    for (int n_tile = 0; n_tile < Spec::kValueTiles; ++n_tile)
 #pragma unroll
       for (int step = 0; step < kValueSteps; ++step) {
         const uint32_t* a = probabilities + 4 * step;
-        ptx::wgmma_rs<Element, 2 * kPartOutputs, true>(sums_of(output, part), a[0], a[1], a[2], a[3],
-                                                       value(index, part).k_step(step), 1);
+        ptx::wgmma_rs<Element, 2 * kTileOutputs, true>(sums_of(output, n_tile), a[0], a[1], a[2], a[3],
+                                                       value(index, n_tile).k_step(step), 1);
       }
     ptx::wgmma_commit();
     finish(output);
     release_value(index);
   }
 
-  // All key blocks of a segment.
-  __device__ __forceinline__ void attend(const Segment& segment, float (&output)[kOutputs]) {
-    const int blocks = segment.end_block - segment.begin_block;
-    const int seen_by_all = visible_end(params, segment.keys, row_tile * Spec::kBlockM);
+  // All key blocks of a work tile.
+  __device__ __forceinline__ void mainloop(const WorkTile& work, float (&output)[kOutputs]) {
+    const int blocks = work.end_block - work.begin_block;
+    const int unmasked_end = visible_end(params, work.keys, row_tile * Spec::kBlockM);
     ptx::mbarrier_wait(shared.query_full(), query_parity);
     query_parity ^= 1;
 #pragma unroll
@@ -304,15 +304,15 @@ struct Consumer {
       row_max[r] = ptx::negative_infinity();
       row_sum[r] = other_sum[r] = 0.0f;
     }
-    if constexpr (!Spec::kHasCodes) {
+    if constexpr (!Spec::kIsFp8) {
       if (consumer == 1) {
 #pragma unroll 1
-        for (int index = 0; index < blocks; ++index) add_other(output, index);
+        for (int index = 0; index < blocks; ++index) pv_remote(output, index);
         return;
       }
     }
     uint32_t rotary[kRotarySteps][4];
-    if constexpr (!Spec::kHasCodes) {  // P is written over these columns, by each warp over its own rows
+    if constexpr (!Spec::kIsFp8) {  // P is written over these columns, by each warp over its own rows
       const int lane = ptx::lane_index();
 #pragma unroll
       for (int step = 0; step < kRotarySteps; ++step) {
@@ -322,36 +322,36 @@ struct Consumer {
     }
     float scores[kScores];
     uint32_t probabilities[kScores / 2];
-    float now[2];
+    float new_max[2];
     float sum[2];
     int found[2] = {0, 0};
 #pragma unroll 1
     for (int index = 0; index < blocks; ++index) {
-      if (Spec::kHasCodes && index % 2 != consumer) {
-        add_other(output, index);
+      if (Spec::kIsFp8 && index % 2 != consumer) {
+        pv_remote(output, index);
         continue;
       }
       issue_scores(scores, rotary, index);
-      find_indices(found, segment, index);
+      load_topk_indices(found, work, index);
       ptx::wgmma_wait<0>();
-      weigh(probabilities, scores, segment, index, seen_by_all, found, now, sum);
-      add_own(output, probabilities, now, sum, index);
+      softmax(probabilities, scores, work, index, unmasked_end, found, new_max, sum);
+      pv_local(output, probabilities, new_max, sum, index);
     }
   }
 
-  __device__ __forceinline__ void store_sum(int which, const float (&own)[2]) const {
-    const float sum[2] = {quad_sum(own[0]), quad_sum(own[1])};
+  __device__ __forceinline__ void store_sum(int which, const float (&thread_sum)[2]) const {
+    const float sum[2] = {quad_sum(thread_sum[0]), quad_sum(thread_sum[1])};
     if (ptx::lane_index() % 4 != 0) return;
     ptx::st_shared_float(shared.row_sum(query_parity, which, thread_row()), sum[0]);
     ptx::st_shared_float(shared.row_sum(query_parity, which, thread_row() + 8), sum[1]);
   }
 
   // Finishes the rows of a whole sequence; leaves the sums of a split one to combine.cuh.
-  __device__ __forceinline__ void store(const Segment& segment, int slot, const float (&output)[kOutputs]) const {
+  __device__ __forceinline__ void store(const WorkTile& work, int slot, const float (&output)[kOutputs]) const {
     const int num_rows = params.tokens * params.heads;
     const int lane = ptx::lane_index();
-    if (Spec::kHasCodes || consumer == 0) store_sum(consumer, row_sum);
-    if (!Spec::kHasCodes && consumer == 0) store_sum(1, other_sum);
+    if (Spec::kIsFp8 || consumer == 0) store_sum(consumer, row_sum);
+    if (!Spec::kIsFp8 && consumer == 0) store_sum(1, other_sum);
     ptx::named_barrier_sync(barrier_id(Barrier::kConsumers), 256);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -363,11 +363,11 @@ struct Consumer {
       const bool exists = row < num_rows;
       const bool is_first = consumer == 0 && lane % 4 == 0 && exists;
       const int column = consumer * (kLatentDim / 2);
-      if (segment.is_whole()) {
+      if (work.is_whole()) {
         const FinishedRow finished = finish_row(params, row % params.heads, shift, total);
-        if (is_first && params.lse != nullptr) store_lse(params, segment.batch, row, finished.lse);
+        if (is_first && params.lse != nullptr) store_lse(params, work.batch, row, finished.lse);
         Element* out_gmem = static_cast<Element*>(params.out) +
-                            (static_cast<int64_t>(segment.batch) * num_rows + row) * kLatentDim + column;
+                            (static_cast<int64_t>(work.batch) * num_rows + row) * kLatentDim + column;
 #pragma unroll
         for (int j = 0; j < kOutputs / 4; j += kGathered) {
           uint32_t words[kGathered];
@@ -400,14 +400,14 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void run(Plan& plan) {
-    Segment segment;
-    while (plan.next(segment)) {
+  __device__ __forceinline__ void run(TileScheduler& scheduler) {
+    WorkTile work;
+    while (scheduler.next(work)) {
       float output[kOutputs];
-      attend(segment, output);
+      mainloop(work, output);
       release(shared.query_empty());
-      uses.end_segment(segment.end_block - segment.begin_block);
-      store(segment, plan.slot(segment), output);
+      uses.end_work_tile(work.end_block - work.begin_block);
+      store(work, scheduler.slot(work), output);
     }
   }
 };

@@ -1,13 +1,14 @@
 // Four warps convert the 8-bit floats of a key block to elements, in the stage where TMA has put them.
 //
-// A group of 256 columns has four slabs; its codes are in the last two, 128 columns in each. The slabs are converted in
-// order, from the first on. A warp has 16 keys, two lanes per key: what a lane overwrites is read only by its own warp.
+// A group of 256 columns has four slabs; its FP8 values are in the last two, 128 columns in each. The slabs are
+// converted in order, from the first on. A warp has 16 keys, two lanes per key: what a lane overwrites is read only by
+// its own warp.
 #pragma once
 
 #include "mla/dequantize.cuh"
-#include "mla/indices.cuh"
-#include "mla/params/codes.h"
-#include "mla/plan.cuh"
+#include "mla/topk_indices.cuh"
+#include "mla/params/fp8.h"
+#include "mla/tile_scheduler.cuh"
 #include "mla/sm90/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
@@ -35,14 +36,11 @@ struct Converter {
         half(ptx::lane_index() / 16) {}
 
   // Where a block's key is: its page, or with indices its row among all pages; -1 if there is no key.
-  __device__ __forceinline__ int find(const Segment& segment, int block) const {
-    const int own = block * Spec::kBlockN + key;
-    if constexpr (Spec::kIsSparse) return block < segment.end_block ? index_of(params, segment, own) : -1;
-    if (own >= segment.keys || block >= segment.end_block) return -1;
-    if (params.block_table == nullptr) return segment.batch;
-    const int32_t* page_gmem = params.block_table + segment.batch * params.block_table_stride +
-                               static_cast<uint32_t>(own) / static_cast<uint32_t>(params.page_size);
-    return max(0, min(params.num_pages - 1, static_cast<int>(ptx::ld_global_32(page_gmem))));
+  __device__ __forceinline__ int get_page(const WorkTile& work, int block) const {
+    const int sequence_key = block * Spec::kBlockN + key;
+    if constexpr (Spec::kIsSparse) return block < work.end_block ? topk_index(params, work, sequence_key) : -1;
+    if (sequence_key >= work.keys || block >= work.end_block) return -1;
+    return mla::get_page(params, work.batch, sequence_key);
   }
 
   // The key's four scales; zero if there is no key.
@@ -56,16 +54,15 @@ struct Converter {
       return;
     }
     // Without a block table each sequence is one page.
-    const auto row =
-        static_cast<int>(static_cast<uint32_t>(block * Spec::kBlockN + key) % static_cast<uint32_t>(params.page_size));
+    const auto row = row_in_page(params, block * Spec::kBlockN + key);
     ptx::ld_global_128(scales, scales_gmem + page * params.page_stride + row * params.key_stride);
   }
 
-  // Waits for the codes and, if they are gathered, for the room that they are converted into: the arrival of a cp.async
-  // does not imply it.
-  __device__ __forceinline__ void wait_landed(int stage, int group, int parity) const {
+  // Waits for the FP8 values and, if they are gathered, for the slabs that they are converted into: the arrival of a
+  // cp.async does not imply it.
+  __device__ __forceinline__ void wait_raw(int stage, int group, int parity) const {
     if constexpr (Spec::kIsSparse) ptx::mbarrier_wait(shared.key_empty(stage, group), parity ^ 1);
-    ptx::mbarrier_wait(shared.landed(stage, group), parity);
+    ptx::mbarrier_wait(shared.raw_full(stage, group), parity);
   }
 
   // Makes what this warp has written visible to the products.
@@ -75,36 +72,35 @@ struct Converter {
     if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.key_full(stage, group));
   }
 
-  // This lane's codes for a slab of elements; zeros if there is no key.
-  __device__ __forceinline__ void load_codes(uint32_t (&codes)[2][4], int stage, int group, int slab,
-                                             bool exists) const {
+  // This lane's FP8 values for a slab of elements; zeros if there is no key.
+  __device__ __forceinline__ void load_fp8(uint32_t (&fp8)[2][4], int stage, int group, int slab, bool exists) const {
 #pragma unroll
     for (int chunk = 0; chunk < 2; ++chunk) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) codes[chunk][i] = 0;
+      for (int i = 0; i < 4; ++i) fp8[chunk][i] = 0;
       if (!exists) continue;
-      ptx::ld_shared_128(codes[chunk],
+      ptx::ld_shared_128(fp8[chunk],
                          shared.key(stage).chunk(key, group * 4 + 2 + slab / 2, slab % 2 * 4 + half * 2 + chunk));
     }
   }
 
-  // Missing keys become zeros. Codes are read one slab ahead.
+  // Missing keys become zeros. FP8 values are read one slab ahead.
   __device__ __forceinline__ void convert(int stage, int parity, int group, const uint32_t (&scales)[4],
                                           bool exists) const {
-    wait_landed(stage, group, parity);
-    uint32_t codes[2][2][4];
-    load_codes(codes[0], stage, group, 0, exists);
+    wait_raw(stage, group, parity);
+    uint32_t fp8[2][2][4];
+    load_fp8(fp8[0], stage, group, 0, exists);
 #pragma unroll
     for (int slab = 0; slab < 4; ++slab) {
-      if (slab < 3) load_codes(codes[(slab + 1) % 2], stage, group, slab + 1, exists);
+      if (slab < 3) load_fp8(fp8[(slab + 1) % 2], stage, group, slab + 1, exists);
       if (slab == 2)
-        ptx::warp_sync();  // write after read: the codes of the last two slabs, which the warp has read now
+        ptx::warp_sync();  // write after read: the FP8 values of the last two slabs, which the warp has read now
       const float scale = ptx::bits_float(scales[group * 2 + slab / 2]);
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         uint32_t words[4];
-        const uint32_t (&own)[4] = codes[slab % 2][chunk / 2];
-        dequantize<Element>(words, own[chunk % 2 * 2], own[chunk % 2 * 2 + 1], scale);
+        const uint32_t (&fp8_chunk)[4] = fp8[slab % 2][chunk / 2];
+        dequantize<Element>(words, fp8_chunk[chunk % 2 * 2], fp8_chunk[chunk % 2 * 2 + 1], scale);
         ptx::st_shared_128(shared.key(stage).chunk(key, group * 4 + slab, half * kChunks + chunk), words);
       }
     }
@@ -112,7 +108,7 @@ struct Converter {
 
   // The rotary columns already are elements.
   __device__ __forceinline__ void pass_rotary(int stage, int parity, bool exists) const {
-    wait_landed(stage, kRotary, parity);
+    wait_raw(stage, kRotary, parity);
     if (!exists) {
       const uint32_t zeros[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -123,23 +119,23 @@ struct Converter {
   }
 
   // Scales are loaded one block ahead, their page two.
-  __device__ __forceinline__ void run(Plan& plan) {
-    Segment segment;
-    while (plan.next(segment)) {
-      const int blocks = segment.end_block - segment.begin_block;
-      int page = find(segment, segment.begin_block);
+  __device__ __forceinline__ void run(TileScheduler& scheduler) {
+    WorkTile work;
+    while (scheduler.next(work)) {
+      const int blocks = work.end_block - work.begin_block;
+      int page = get_page(work, work.begin_block);
       uint32_t scales[4];
-      load_scales(scales, segment.begin_block, page);
+      load_scales(scales, work.begin_block, page);
       bool exists = page >= 0;
-      page = find(segment, segment.begin_block + 1);
+      page = get_page(work, work.begin_block + 1);
 #pragma unroll 1
       for (int index = 0; index < blocks; ++index) {
         const int stage = index % Spec::kNumStages;
         const int parity = uses.parity(index);
         uint32_t next_scales[4];
-        load_scales(next_scales, segment.begin_block + index + 1, page);
+        load_scales(next_scales, work.begin_block + index + 1, page);
         const bool next_exists = page >= 0;
-        page = find(segment, segment.begin_block + index + 2);
+        page = get_page(work, work.begin_block + index + 2);
         convert(stage, parity, kLeft, scales, exists);
         announce(stage, kLeft);
         convert(stage, parity, kRight, scales, exists);
@@ -149,7 +145,7 @@ struct Converter {
 #pragma unroll
         for (int i = 0; i < 4; ++i) scales[i] = next_scales[i];
       }
-      uses.end_segment(blocks);
+      uses.end_work_tile(blocks);
     }
   }
 };

@@ -1,12 +1,12 @@
 // Decoding of multi-head latent attention for sm_90a: TMA, wgmma, one loading, two consumer, with FP8 one converting
 // warpgroup.
-//   grid   row_tiles * parts blocks (plan.cuh)
+//   grid   row_tiles * num_sm_parts blocks (tile_scheduler.cuh)
 //   maps   tensor_map.h says how the host builds them
 // Read spec.cuh (memory layout), loader.cuh, converter.cuh and consumer.cuh in this order.
 #pragma once
 
 #include "mla/params/decode.h"
-#include "mla/plan.cuh"
+#include "mla/tile_scheduler.cuh"
 #include "mla/sm90/consumer.cuh"
 #include "mla/sm90/converter.cuh"
 #include "mla/sm90/gatherer.cuh"
@@ -28,7 +28,7 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
   for (int stage = 0; stage < Spec::kNumStages; ++stage) {
 #pragma unroll
     for (int group = 0; group < Spec::kNumFulls; ++group) {
-      ptx::mbarrier_init(shared.key_full(stage, group), Spec::kHasCodes   ? Spec::kConverterWarps
+      ptx::mbarrier_init(shared.key_full(stage, group), Spec::kIsFp8      ? Spec::kConverterWarps
                                                         : Spec::kIsSparse ? Spec::kGathererThreads
                                                                           : 1);
     }
@@ -38,8 +38,8 @@ __device__ __forceinline__ void init_barriers(const SharedMemory<Spec>& shared) 
       ptx::mbarrier_init(shared.key_empty(stage, group), Spec::kWarpsPerConsumer);
     }
 #pragma unroll
-    for (int group = 0; group < Spec::kLandings; ++group) {
-      ptx::mbarrier_init(shared.landed(stage, group), Spec::kIsSparse ? Spec::kGathererThreads : 1);
+    for (int group = 0; group < Spec::kNumRawFulls; ++group) {
+      ptx::mbarrier_init(shared.raw_full(stage, group), Spec::kIsSparse ? Spec::kGathererThreads : 1);
     }
     ptx::mbarrier_init(shared.probability_full(stage), Spec::kWarpsPerConsumer);
     ptx::mbarrier_init(shared.probability_empty(stage), Spec::kWarpsPerConsumer);
@@ -62,31 +62,31 @@ __device__ __forceinline__ void decode(const DecodeParams& params, const ptx::Te
   ptx::barrier_sync_block();
   ptx::grid_dependency_wait();  // the preceding kernel may write lengths, pages, keys or Q
   ptx::grid_launch_dependents();
-  const int part = ptx::block_index() / params.row_tiles;
-  const int row_tile = ptx::block_index() - part * params.row_tiles;
-  Plan plan(params, part);  // here, not in each role: the code is fetched once
+  const int sm_part = ptx::block_index() / params.row_tiles;
+  const int row_tile = ptx::block_index() - sm_part * params.row_tiles;
+  TileScheduler scheduler(params, sm_part);  // here, not in each role: the code is fetched once
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Spec::kLoaderRegisters>();
-    if (warp > (Spec::kIsSparse ? 3 : Spec::kHasCodes ? 0 : 1)) return;
+    if (warp > (Spec::kIsSparse ? 3 : Spec::kIsFp8 ? 0 : 1)) return;
     const Loader<Spec> loader{params, shared, q_map, cache_map, row_tile};
     if constexpr (Spec::kIsSparse) {
-      Gatherer<Spec>{loader}.run(plan);
+      Gatherer<Spec>{loader}.run(scheduler);
     } else if (warp == 0) {
-      Loader<Spec>(loader).run(plan);
+      Loader<Spec>(loader).run(scheduler);
     } else {
-      zero_tails<Spec>(plan, shared);
+      zero_oob_rows<Spec>(scheduler, shared);
     }
     return;
   }
-  if constexpr (Spec::kHasCodes) {
+  if constexpr (Spec::kIsFp8) {
     if (warpgroup == 1) {
       ptx::setmaxnreg_dec<Spec::kConverterRegisters>();
-      Converter<Spec>(params, shared).run(plan);
+      Converter<Spec>(params, shared).run(scheduler);
       return;
     }
   }
   ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();
-  Consumer<Spec>(params, shared, warpgroup - Spec::kFirstConsumer, row_tile).run(plan);
+  Consumer<Spec>(params, shared, warpgroup - Spec::kFirstConsumer, row_tile).run(scheduler);
 }
 
 }  // namespace flashmoe::mla::sm90

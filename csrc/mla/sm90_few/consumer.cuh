@@ -10,8 +10,8 @@
 #include "device/named_barriers.cuh"
 #include "device/ring.cuh"
 #include "mla/finish.cuh"
-#include "mla/indices.cuh"
-#include "mla/plan.cuh"
+#include "mla/topk_indices.cuh"
+#include "mla/tile_scheduler.cuh"
 #include "mla/sm90_few/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/fence.cuh"
@@ -46,7 +46,7 @@ struct Consumer {
 
   // Accumulator i belongs to head_of(of_head(i)).
   __device__ __forceinline__ static constexpr int of_head(int i) { return i / 4 * 2 + i % 2; }
-  __device__ __forceinline__ static int head_of(int own) { return own / 2 * 8 + ptx::lane_index() % 4 * 2 + own % 2; }
+  __device__ __forceinline__ static int head_of(int h) { return h / 2 * 8 + ptx::lane_index() % 4 * 2 + h % 2; }
   // The row of accumulators 0 and 1 of each four; that of 2 and 3 is 8 rows below.
   __device__ __forceinline__ int thread_row() const { return warp * 16 + ptx::lane_index() / 4; }
 
@@ -58,7 +58,7 @@ struct Consumer {
   }
 
   // Rows after the sequence's last key become zeros, whatever was loaded: 0 * NaN is NaN.
-  __device__ __forceinline__ void zero_tail(const Ring (&at)[Spec::kNumGroups], int keys) const {
+  __device__ __forceinline__ void zero_oob_rows(const Ring (&at)[Spec::kNumGroups], int keys) const {
     constexpr int kRowChunks = Spec::kGroupSlabs * 8;
     const uint32_t zeros[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -82,7 +82,7 @@ struct Consumer {
 #pragma unroll
     for (int group = 0; group < Spec::kNumGroups; ++group) {
       ptx::mbarrier_wait(shared.key_full(at[group].stage), at[group].parity);
-      if constexpr (Spec::kIsSparse && !Spec::kHasCodes) ptx::fence_proxy_async_shared();  // written by cp.async
+      if constexpr (Spec::kIsSparse && !Spec::kIsFp8) ptx::fence_proxy_async_shared();  // written by cp.async
       ptx::wgmma_fence();
       const auto key = shared.group(at[group].stage).k_major();
 #pragma unroll
@@ -102,24 +102,24 @@ struct Consumer {
     for (int i = 0; i < kSums; ++i) scores[i] = sums[0][i] + sums[1][i] + sums[2][i];
   }
 
-  __device__ __forceinline__ void hide(float (&scores)[kSums], const Segment& segment, int block) const {
+  __device__ __forceinline__ void apply_mask(float (&scores)[kSums], const WorkTile& work, int block) const {
     const int first_key = block * Spec::kBlockN + thread_row();
     const int first_row = row_tile_of<Spec>(params) * Spec::kBlockM;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      const int end = visible_end(params, segment.keys, first_row + head_of(of_head(i)));
+      const int end = visible_end(params, work.keys, first_row + head_of(of_head(i)));
       if (first_key + i / 2 % 2 * 8 >= end) scores[i] = ptx::negative_infinity();
     }
   }
 
-  // Sparse: this thread's two indices of a block; an index that selects no key hides its score.
-  __device__ __forceinline__ void find_indices(int (&found)[2], const Segment& segment, int block) const {
+  // Sparse: this thread's two indices of a block; an index that selects no key masks its score.
+  __device__ __forceinline__ void load_topk_indices(int (&found)[2], const WorkTile& work, int block) const {
     if constexpr (!Spec::kIsSparse) return;
     const int key = block * Spec::kBlockN + thread_row();
-    found[0] = index_of(params, segment, key);
-    found[1] = index_of(params, segment, key + 8);
+    found[0] = topk_index(params, work, key);
+    found[1] = topk_index(params, work, key + 8);
   }
-  __device__ __forceinline__ static void hide_missing(float (&scores)[kSums], const int (&found)[2]) {
+  __device__ __forceinline__ static void mask_invalid(float (&scores)[kSums], const int (&found)[2]) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       if (found[i / 2 % 2] < 0) scores[i] = ptx::negative_infinity();
@@ -129,25 +129,24 @@ struct Consumer {
   // The largest score of each head among the block's keys.
   __device__ __forceinline__ void find_largest(float (&largest)[kHeads], const float (&scores)[kSums]) {
 #pragma unroll
-    for (int own = 0; own < kHeads; ++own) {
-      const int i = own / 2 * 4 + own % 2;
-      largest[own] = ptx::max_ftz(scores[i], scores[i + 2]);
+    for (int h = 0; h < kHeads; ++h) {
+      const int i = h / 2 * 4 + h % 2;
+      largest[h] = ptx::max_ftz(scores[i], scores[i + 2]);
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) {
-        largest[own] = ptx::max_ftz(largest[own], ptx::shuffle_xor(largest[own], lanes));
+        largest[h] = ptx::max_ftz(largest[h], ptx::shuffle_xor(largest[h], lanes));
       }
-      if (ptx::lane_index() < 4) ptx::st_shared_float(shared.head_max(warp, head_of(own)), largest[own]);
+      if (ptx::lane_index() < 4) ptx::st_shared_float(shared.head_max(warp, head_of(h)), largest[h]);
     }
     sync();  // read after write: the warps' maxima; write after read: P of the block before
 #pragma unroll
-    for (int own = 0; own < kHeads; own += 2) {
+    for (int h = 0; h < kHeads; h += 2) {
 #pragma unroll
       for (int other = 0; other < Spec::kConsumerWarps; ++other) {
         uint32_t pair[2];
-        ptx::ld_shared_64(pair, shared.head_max(other, head_of(own)));
-        largest[own] = other == 0 ? ptx::bits_float(pair[0]) : ptx::max_ftz(largest[own], ptx::bits_float(pair[0]));
-        largest[own + 1] =
-            other == 0 ? ptx::bits_float(pair[1]) : ptx::max_ftz(largest[own + 1], ptx::bits_float(pair[1]));
+        ptx::ld_shared_64(pair, shared.head_max(other, head_of(h)));
+        largest[h] = other == 0 ? ptx::bits_float(pair[0]) : ptx::max_ftz(largest[h], ptx::bits_float(pair[0]));
+        largest[h + 1] = other == 0 ? ptx::bits_float(pair[1]) : ptx::max_ftz(largest[h + 1], ptx::bits_float(pair[1]));
       }
     }
   }
@@ -159,16 +158,16 @@ struct Consumer {
     float rescale[kHeads];
     bool changes = false;
 #pragma unroll
-    for (int own = 0; own < kHeads; ++own) {
-      const bool stays = !((largest[own] - head_max[own]) * params.scale_log2 > kMaxExponent);
-      const float now = stays ? head_max[own] : largest[own];
+    for (int h = 0; h < kHeads; ++h) {
+      const bool stays = !((largest[h] - head_max[h]) * params.scale_log2 > kMaxExponent);
+      const float now = stays ? head_max[h] : largest[h];
       // Both products are rounded, as in the exponentials. Before the first key there is nothing to rescale.
-      rescale[own] = stays || head_max[own] == ptx::negative_infinity()
-                         ? 1.0f
-                         : ptx::exp2_approx(ptx::sub_rn(head_max[own] * params.scale_log2, now * params.scale_log2));
-      head_max[own] = now;
-      head_sum[own] *= rescale[own];
-      changes = changes || rescale[own] != 1.0f;
+      rescale[h] = stays || head_max[h] == ptx::negative_infinity()
+                       ? 1.0f
+                       : ptx::exp2_approx(ptx::sub_rn(head_max[h] * params.scale_log2, now * params.scale_log2));
+      head_max[h] = now;
+      head_sum[h] *= rescale[h];
+      changes = changes || rescale[h] != 1.0f;
     }
     if (!ptx::vote_any(changes)) return;
 #pragma unroll
@@ -233,38 +232,38 @@ struct Consumer {
     for (int slab = 0; slab < Spec::kValueSlabs; ++slab) ptx::wgmma_fence_operands(output[slab]);
   }
 
-  __device__ __forceinline__ void attend(const Segment& segment) {
+  __device__ __forceinline__ void mainloop(const WorkTile& work) {
 #pragma unroll
     for (int slab = 0; slab < Spec::kValueSlabs; ++slab)
 #pragma unroll
       for (int i = 0; i < kSums; ++i) output[slab][i] = 0.0f;
 #pragma unroll
-    for (int own = 0; own < kHeads; ++own) {
-      head_max[own] = ptx::negative_infinity();
-      head_sum[own] = 0.0f;
+    for (int h = 0; h < kHeads; ++h) {
+      head_max[h] = ptx::negative_infinity();
+      head_sum[h] = 0.0f;
     }
-    const int seen_by_all = visible_end(params, segment.keys, 0);
+    const int unmasked_end = visible_end(params, work.keys, 0);
     ptx::mbarrier_wait(shared.query_full(), query_parity);
     query_parity ^= 1;
     int indices[2];
-    find_indices(indices, segment, segment.begin_block);
+    load_topk_indices(indices, work, work.begin_block);
 #pragma unroll 1
-    for (int block = segment.begin_block; block < segment.end_block; ++block) {
+    for (int block = work.begin_block; block < work.end_block; ++block) {
       Ring at[Spec::kNumGroups];
 #pragma unroll
       for (int group = 0; group < Spec::kNumGroups; ++group) {
         at[group] = ring;
         ring.advance();
       }
-      const int keys = segment.keys - block * Spec::kBlockN;
-      if (Spec::kHelperWarps == 0 && keys < Spec::kBlockN) zero_tail(at, keys);
+      const int keys = work.keys - block * Spec::kBlockN;
+      if (Spec::kHelperWarps == 0 && keys < Spec::kBlockN) zero_oob_rows(at, keys);
       float scores[kSums];
       compute_scores(scores, at);
       if constexpr (Spec::kIsSparse) {
-        hide_missing(scores, indices);
-        find_indices(indices, segment, block + 1);  // read while this block is multiplied
-      } else if ((block + 1) * Spec::kBlockN > seen_by_all) {
-        hide(scores, segment, block);
+        mask_invalid(scores, indices);
+        load_topk_indices(indices, work, block + 1);  // read while this block is multiplied
+      } else if ((block + 1) * Spec::kBlockN > unmasked_end) {
+        apply_mask(scores, work, block);
       }
       float largest[kHeads];
       find_largest(largest, scores);
@@ -278,78 +277,76 @@ struct Consumer {
   // Adds up the warps' sums of exponentials.
   __device__ __forceinline__ void add_sums() {
 #pragma unroll
-    for (int own = 0; own < kHeads; ++own) {
+    for (int h = 0; h < kHeads; ++h) {
 #pragma unroll
-      for (int lanes = 4; lanes < 32; lanes *= 2) head_sum[own] += ptx::shuffle_xor(head_sum[own], lanes);
-      if (ptx::lane_index() < 4) ptx::st_shared_float(shared.head_sum(warp, head_of(own)), head_sum[own]);
+      for (int lanes = 4; lanes < 32; lanes *= 2) head_sum[h] += ptx::shuffle_xor(head_sum[h], lanes);
+      if (ptx::lane_index() < 4) ptx::st_shared_float(shared.head_sum(warp, head_of(h)), head_sum[h]);
     }
     sync();  // read after write: the sums
 #pragma unroll
-    for (int own = 0; own < kHeads; ++own) {
-      head_sum[own] = 0.0f;
+    for (int h = 0; h < kHeads; ++h) {
+      head_sum[h] = 0.0f;
 #pragma unroll
       for (int other = 0; other < Spec::kConsumerWarps; ++other) {
-        head_sum[own] += ptx::ld_shared_float(shared.head_sum(other, head_of(own)));
+        head_sum[h] += ptx::ld_shared_float(shared.head_sum(other, head_of(h)));
       }
     }
   }
 
   // Finishes the heads of a whole sequence; leaves the sums of a split one to combine.cuh. Short, as it runs once per
-  // segment.
-  __device__ __forceinline__ void store(const Segment& segment, int slot) {
+  // work tile.
+  __device__ __forceinline__ void store(const WorkTile& work, int slot) {
     add_sums();
     const int num_rows = params.tokens * params.heads;
     const int row_tile = row_tile_of<Spec>(params);
     const int first_row = row_tile * Spec::kBlockM;
     const bool is_first = warp == 0 && ptx::lane_index() < 4;
-    if (!segment.is_whole()) {
+    if (!work.is_whole()) {
       float* out_gmem = params.out_partial +
                         partial_tile(partial_row(params, slot, row_tile, 0), thread_row() / 8 * 8) +
                         ptx::lane_index() % 4 * 2 * 8 + thread_row() % 8;
 #pragma unroll
-      for (int own = 0; own < kHeads; ++own) {
-        const int head = head_of(own);
+      for (int h = 0; h < kHeads; ++h) {
+        const int head = head_of(h);
         if (first_row + head >= num_rows) continue;
         if (is_first) {
-          const uint32_t state[2] = {ptx::float_bits(head_max[own] * params.scale_log2),
-                                     ptx::float_bits(head_sum[own])};
+          const uint32_t state[2] = {ptx::float_bits(head_max[h] * params.scale_log2), ptx::float_bits(head_sum[h])};
           ptx::st_global_64(params.state_partial + partial_row(params, slot, row_tile, head) * 2, state);
         }
 #pragma unroll
         for (int slab = 0; slab < Spec::kValueSlabs; ++slab)
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            ptx::st_global_float(out_gmem + own / 2 * (8 * kLatentDim) + own % 2 * 8 + slab * 512 + half * 64,
-                                 output[slab][own / 2 * 4 + half * 2 + own % 2]);
+            ptx::st_global_float(out_gmem + h / 2 * (8 * kLatentDim) + h % 2 * 8 + slab * 512 + half * 64,
+                                 output[slab][h / 2 * 4 + half * 2 + h % 2]);
           }
       }
       return;
     }
     Element* out_gmem =
-        static_cast<Element*>(params.out) + static_cast<int64_t>(segment.batch) * num_rows * kLatentDim + thread_row();
+        static_cast<Element*>(params.out) + static_cast<int64_t>(work.batch) * num_rows * kLatentDim + thread_row();
 #pragma unroll
-    for (int own = 0; own < kHeads; ++own) {
-      const int row = first_row + head_of(own);
+    for (int h = 0; h < kHeads; ++h) {
+      const int row = first_row + head_of(h);
       if (row >= num_rows) continue;
-      const FinishedRow finished =
-          finish_row(params, row % params.heads, head_max[own] * params.scale_log2, head_sum[own]);
-      if (is_first && params.lse != nullptr) store_lse(params, segment.batch, row, finished.lse);
+      const FinishedRow finished = finish_row(params, row % params.heads, head_max[h] * params.scale_log2, head_sum[h]);
+      if (is_first && params.lse != nullptr) store_lse(params, work.batch, row, finished.lse);
 #pragma unroll
       for (int slab = 0; slab < Spec::kValueSlabs; ++slab)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float value = output[slab][own / 2 * 4 + half * 2 + own % 2] * finished.inverse;
+          const float value = output[slab][h / 2 * 4 + half * 2 + h % 2] * finished.inverse;
           ptx::st_global_16(out_gmem + row * kLatentDim + slab * kSlabColumns + half * 8,
                             static_cast<uint16_t>(pack<Element>(value, value)));
         }
     }
   }
 
-  __device__ __forceinline__ void run(Plan& plan) {
-    Segment segment;
-    while (plan.next(segment)) {
-      attend(segment);
-      store(segment, plan.slot(segment));
+  __device__ __forceinline__ void run(TileScheduler& scheduler) {
+    WorkTile work;
+    while (scheduler.next(work)) {
+      mainloop(work);
+      store(work, scheduler.slot(work));
     }
   }
 };

@@ -1,4 +1,4 @@
-// Four warps convert 8-bit floats to elements, 16 keys of a block each, two lanes per key: from the codes' stage, where
+// Four warps convert 8-bit floats to elements, 16 keys of a block each, two lanes per key: from the FP8 stage, where
 // a key is 656 bytes as in the cache, to the groups that the products read. Keys that indices select are gathered by
 // the converting warp itself by cp.async, two blocks ahead: its stages are private, so they need no barrier.
 //
@@ -7,9 +7,9 @@
 
 #include "device/ring.cuh"
 #include "mla/dequantize.cuh"
-#include "mla/indices.cuh"
-#include "mla/params/codes.h"
-#include "mla/plan.cuh"
+#include "mla/topk_indices.cuh"
+#include "mla/params/fp8.h"
+#include "mla/tile_scheduler.cuh"
 #include "mla/sm90_few/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
@@ -24,25 +24,25 @@ namespace flashmoe::mla::sm90_few {
 template <typename Spec>
 struct Converter {
   using Element = typename Spec::Element;
-  static constexpr int kCodeChunks = 2;  // 16 bytes each: half of a slab's row
-  static constexpr int kChunks = 4;      // of elements
+  static constexpr int kFp8Chunks = 2;  // 16 bytes each: half of a slab's row
+  static constexpr int kChunks = 4;     // of elements
 
   const DecodeParams& params;
   const SharedMemory<Spec> shared;
   const int key;   // of the block
   const int half;  // of a slab's row
   RingPosition<Spec::kNumStages> ring;
-  RingPosition<Spec::kCodeStages> codes;
+  RingPosition<Spec::kFp8Stages> fp8_ring;
 
   __device__ __forceinline__ Converter(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int warp)
       : params(params_),
         shared(shared_),
         key(warp * Spec::kStageKeys + ptx::lane_index() % Spec::kStageKeys),
         half(ptx::lane_index() / Spec::kStageKeys) {
-    codes.advance_by(warp);
+    fp8_ring.advance_by(warp);
   }
 
-  // This lane's bytes of a group: codes of its value slabs, and the rotary elements after the last of them.
+  // This lane's bytes of a group: FP8 values of its value slabs, and the rotary elements after the last of them.
   __device__ __forceinline__ void load(uint32_t (&bytes)[Spec::kGroupSlabs][kChunks][4], const unsigned char* key_smem,
                                        int group) const {
 #pragma unroll
@@ -50,9 +50,9 @@ struct Converter {
       const int of_key = group * Spec::kGroupSlabs + slab;
       const bool is_rotary = of_key == Spec::kValueSlabs;
       const int first =
-          is_rotary ? kRotaryBytesOffset + half * kChunks * 16 : of_key * kSlabColumns + half * kCodeChunks * 16;
+          is_rotary ? kRotaryBytesOffset + half * kChunks * 16 : of_key * kSlabColumns + half * kFp8Chunks * 16;
 #pragma unroll
-      for (int chunk = 0; chunk < (is_rotary ? kChunks : kCodeChunks); ++chunk) {
+      for (int chunk = 0; chunk < (is_rotary ? kChunks : kFp8Chunks); ++chunk) {
         ptx::ld_shared_128(bytes[slab][chunk], key_smem + first + chunk * 16);
       }
     }
@@ -71,8 +71,8 @@ struct Converter {
 #pragma unroll
           for (int i = 0; i < 4; ++i) words[i] = bytes[slab][chunk][i];
         } else {
-          const uint32_t (&own)[4] = bytes[slab][chunk / 2];
-          dequantize<Element>(words, own[chunk % 2 * 2], own[chunk % 2 * 2 + 1],
+          const uint32_t (&fp8_chunk)[4] = bytes[slab][chunk / 2];
+          dequantize<Element>(words, fp8_chunk[chunk % 2 * 2], fp8_chunk[chunk % 2 * 2 + 1],
                               ptx::bits_float(scales[of_key * kSlabColumns / kScaleColumns]));
         }
 #pragma unroll
@@ -83,51 +83,48 @@ struct Converter {
   }
 
   // Sparse: this lane's key of a block, as a row among all pages.
-  __device__ __forceinline__ int find(const Segment& segment, int block) const {
-    return block < segment.end_block ? index_of(params, segment, block * Spec::kBlockN + key) : -1;
+  __device__ __forceinline__ int load_topk_index(const WorkTile& work, int block) const {
+    return block < work.end_block ? topk_index(params, work, block * Spec::kBlockN + key) : -1;
   }
-
-  // Byte offset of a row; -1 if there is none.
-  __device__ __forceinline__ int64_t locate(int row) const { return row < 0 ? -1 : row_offset(params, row); }
 
   // Loads the warp's 16 keys of a block: eight lanes per 128 bytes of a key, and one lane per key for its last 16
   // bytes.
-  __device__ __forceinline__ void gather(int64_t place, const RingPosition<Spec::kCodeStages>& to) const {
+  __device__ __forceinline__ void gather(int64_t offset, const RingPosition<Spec::kFp8Stages>& to) const {
     constexpr int kRowLanes = 8;
     constexpr int kPassKeys = 32 / kRowLanes;
     constexpr int kPasses = Spec::kStageKeys / kPassKeys;
-    constexpr int kRowChunks = kCodedKeyBytes / 16 / kRowLanes;
-    static_assert(kCodedKeyBytes == (kRowLanes * kRowChunks + 1) * 16, "a chunk is left");
+    constexpr int kRowChunks = kFp8KeyBytes / 16 / kRowLanes;
+    static_assert(kFp8KeyBytes == (kRowLanes * kRowChunks + 1) * 16, "a chunk is left");
     const int lane = ptx::lane_index();
     const auto* cache_gmem = static_cast<const unsigned char*>(params.cache);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const int row = pass * kPassKeys + lane / kRowLanes;
-      const auto row_place = static_cast<int64_t>(ptx::shuffle_index(static_cast<uint64_t>(place), row));
-      if (row_place < 0) continue;
+      const auto row_byte = static_cast<int64_t>(ptx::shuffle_index(static_cast<uint64_t>(offset), row));
+      if (row_byte < 0) continue;
 #pragma unroll
       for (int chunk = 0; chunk < kRowChunks; ++chunk) {
         const int byte = (chunk * kRowLanes + lane % kRowLanes) * 16;
-        ptx::cp_async_16(shared.codes(to.stage) + row * kCodedKeyBytes + byte, cache_gmem + row_place + byte);
+        ptx::cp_async_16(shared.fp8(to.stage) + row * kFp8KeyBytes + byte, cache_gmem + row_byte + byte);
       }
     }
-    if (lane < Spec::kStageKeys && place >= 0) {
-      constexpr int kLast = kCodedKeyBytes - 16;
-      ptx::cp_async_16(shared.codes(to.stage) + lane * kCodedKeyBytes + kLast, cache_gmem + place + kLast);
+    if (lane < Spec::kStageKeys && offset >= 0) {
+      constexpr int kLast = kFp8KeyBytes - 16;
+      ptx::cp_async_16(shared.fp8(to.stage) + lane * kFp8KeyBytes + kLast, cache_gmem + offset + kLast);
     }
     ptx::cp_async_commit();
   }
 
-  // Converts a block's keys; missing keys become zeros. Codes are read one group ahead. next: if sparse, this lane's
-  // key two blocks ahead.
+  // Converts a block's keys; missing keys become zeros. FP8 values are read one group ahead. next: if sparse, this
+  // lane's key two blocks ahead.
   __device__ __forceinline__ void convert(bool exists, int next = -1) {
     if constexpr (Spec::kIsSparse) {
-      ptx::cp_async_wait<Spec::kCodeStages / Spec::kCodeStagesOfBlock - 1>();
+      ptx::cp_async_wait<Spec::kFp8Stages / Spec::kFp8StagesPerBlock - 1>();
       ptx::warp_sync();
     } else {
-      ptx::mbarrier_wait(shared.codes_full(codes.stage), codes.parity);
+      ptx::mbarrier_wait(shared.fp8_full(fp8_ring.stage), fp8_ring.parity);
     }
-    const unsigned char* key_smem = shared.codes(codes.stage) + key % Spec::kStageKeys * kCodedKeyBytes;
+    const unsigned char* key_smem = shared.fp8(fp8_ring.stage) + key % Spec::kStageKeys * kFp8KeyBytes;
     uint32_t scales[4] = {0, 0, 0, 0};
     uint32_t bytes[2][Spec::kGroupSlabs][kChunks][4];
     if (exists) {
@@ -141,9 +138,9 @@ struct Converter {
       } else {
         ptx::warp_sync();
         if constexpr (Spec::kIsSparse) {
-          gather(locate(next), codes);
+          gather(row_offset(params, next), fp8_ring);
         } else if (ptx::lane_index() == 0) {
-          ptx::mbarrier_arrive(shared.codes_empty(codes.stage));
+          ptx::mbarrier_arrive(shared.fp8_empty(fp8_ring.stage));
         }
       }
       ptx::mbarrier_wait(shared.key_empty(ring.stage), ring.parity ^ 1);
@@ -153,25 +150,25 @@ struct Converter {
       if (ptx::lane_index() == 0) ptx::mbarrier_arrive(shared.key_full(ring.stage));
       ring.advance();
     }
-    codes.advance_by(Spec::kCodeStagesOfBlock);
+    fp8_ring.advance_by(Spec::kFp8StagesPerBlock);
   }
 
   // Keys are loaded two blocks ahead, their indices three.
-  __device__ __forceinline__ void run_sparse(const Segment& segment) {
-    static_assert(!Spec::kIsSparse || Spec::kCodeStages == 2 * Spec::kCodeStagesOfBlock, "two stages for each warp");
-    RingPosition<Spec::kCodeStages> ahead = codes;
+  __device__ __forceinline__ void run_sparse(const WorkTile& work) {
+    static_assert(!Spec::kIsSparse || Spec::kFp8Stages == 2 * Spec::kFp8StagesPerBlock, "two stages for each warp");
+    RingPosition<Spec::kFp8Stages> ahead = fp8_ring;
     bool exists[2];
 #pragma unroll
     for (int index = 0; index < 2; ++index) {
-      const int row = find(segment, segment.begin_block + index);
+      const int row = load_topk_index(work, work.begin_block + index);
       exists[index] = row >= 0;
-      gather(locate(row), ahead);
-      ahead.advance_by(Spec::kCodeStagesOfBlock);
+      gather(row_offset(params, row), ahead);
+      ahead.advance_by(Spec::kFp8StagesPerBlock);
     }
-    int next = find(segment, segment.begin_block + 2);
+    int next = load_topk_index(work, work.begin_block + 2);
 #pragma unroll 1
-    for (int block = segment.begin_block; block < segment.end_block; ++block) {
-      const int after = find(segment, block + 3);
+    for (int block = work.begin_block; block < work.end_block; ++block) {
+      const int after = load_topk_index(work, block + 3);
       convert(exists[0], next);
       exists[0] = exists[1];
       exists[1] = next >= 0;
@@ -179,15 +176,15 @@ struct Converter {
     }
   }
 
-  __device__ __forceinline__ void run(Plan& plan) {
-    Segment segment;
-    while (plan.next(segment)) {
+  __device__ __forceinline__ void run(TileScheduler& scheduler) {
+    WorkTile work;
+    while (scheduler.next(work)) {
       if constexpr (Spec::kIsSparse) {
-        run_sparse(segment);
+        run_sparse(work);
       } else {
 #pragma unroll 1
-        for (int block = segment.begin_block; block < segment.end_block; ++block) {
-          convert(block * Spec::kBlockN + key < segment.keys);
+        for (int block = work.begin_block; block < work.end_block; ++block) {
+          convert(block * Spec::kBlockN + key < work.keys);
         }
       }
     }

@@ -3,8 +3,8 @@
 
 #include "device/ring.cuh"
 #include "device/shared_tile.cuh"
-#include "mla/indices.cuh"
-#include "mla/plan.cuh"
+#include "mla/topk_indices.cuh"
+#include "mla/tile_scheduler.cuh"
 #include "mla/sm90_few/spec.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/cp_async.cuh"
@@ -24,9 +24,9 @@ struct Gatherer {
   __device__ __forceinline__ Gatherer(const DecodeParams& params_, const SharedMemory<Spec>& shared_, int warp_)
       : params(params_), shared(shared_), warp(warp_) {}
 
-  __device__ __forceinline__ void load_keys(int64_t place_of_lane) {
+  __device__ __forceinline__ void load_keys(int64_t lane_offset) {
     const int chunk = ptx::lane_index() % 8;
-    const Rows rows(params, place_of_lane, chunk);
+    const Rows rows(params, lane_offset, chunk);
 #pragma unroll
     for (int group = 0; group < Spec::kNumGroups; ++group) {
       unsigned char* first_smem = shared.group(ring.stage).chunk(warp * 4 + ptx::lane_index() / 8, 0, chunk);
@@ -45,16 +45,16 @@ struct Gatherer {
   }
 
   // A block's indices are read two blocks ahead and turned into offsets one block ahead.
-  __device__ __forceinline__ void run(Plan& plan) {
-    Segment segment;
-    while (plan.next(segment)) {
-      int64_t own = Rows::place(params, Rows::find(params, segment, segment.begin_block, warp));
-      int next = Rows::find(params, segment, segment.begin_block + 1, warp);
+  __device__ __forceinline__ void run(TileScheduler& scheduler) {
+    WorkTile work;
+    while (scheduler.next(work)) {
+      int64_t offset = Rows::byte_offset(params, Rows::load_topk_index(params, work, work.begin_block, warp));
+      int next = Rows::load_topk_index(params, work, work.begin_block + 1, warp);
 #pragma unroll 1
-      for (int block = segment.begin_block; block < segment.end_block; ++block) {
-        load_keys(own);
-        own = Rows::place(params, next);
-        next = Rows::find(params, segment, block + 2, warp);
+      for (int block = work.begin_block; block < work.end_block; ++block) {
+        load_keys(offset);
+        offset = Rows::byte_offset(params, next);
+        next = Rows::load_topk_index(params, work, block + 2, warp);
       }
     }
   }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/shared_tile.cuh"
-#include "mla/params/codes.h"
+#include "mla/params/fp8.h"
 #include "mla/params/decode.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/special_registers.cuh"
@@ -14,9 +14,9 @@ namespace flashmoe::mla::sm90_few {
 // columns, so that nothing is padded. A ring of groups of three slabs (64 keys x 64 columns each) holds as many keys as
 // fit, because few rows are bound by the bytes in flight. A key block is three groups: columns 0 to 191, 192 to 383,
 // and 384 to 511 with the rotary ones.
-// kCodeStages   stages of 16 keys of an FP8 cache (params/codes.h), which converter.cuh converts; 0: a 16-bit cache.
+// kFp8Stages    stages of 16 keys of an FP8 cache (params/fp8.h), which converter.cuh converts; 0: a 16-bit cache.
 // kIsSparse     1: indices select the keys, gathered by cp.async: by gatherer.cuh, with FP8 by the converting warps.
-template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kCodeStages_,
+template <typename Element_, int kBlockM_, int kBlockN_, int kNumStages_, int kNumWarps_, int kFp8Stages_,
           int kIsSparse_>
 struct DecodeSpec {
   using Element = Element_;
@@ -28,12 +28,12 @@ struct DecodeSpec {
   static constexpr int kNumThreads = 32 * kNumWarps;
   static constexpr int kConsumerWarps = 4;
   static constexpr int kConsumerThreads = 32 * kConsumerWarps;
-  static constexpr int kCodeStages = kCodeStages_;
-  static constexpr bool kHasCodes = kCodeStages > 0;
+  static constexpr int kFp8Stages = kFp8Stages_;
+  static constexpr bool kIsFp8 = kFp8Stages > 0;
   static constexpr bool kIsSparse = kIsSparse_ != 0;
-  static constexpr int kHelperWarps = kHasCodes || kIsSparse ? 4 : 0;  // convert, or gather
+  static constexpr int kHelperWarps = kIsFp8 || kIsSparse ? 4 : 0;  // convert, or gather
   static constexpr int kStageKeys = 16;
-  static constexpr int kCodeStagesOfBlock = kBlockN / kStageKeys;
+  static constexpr int kFp8StagesPerBlock = kBlockN / kStageKeys;
 
   static constexpr int kGroupSlabs = 3;
   static constexpr int kNumGroups = kHeadDim / kSlabColumns / kGroupSlabs;  // per key block
@@ -50,10 +50,10 @@ struct DecodeSpec {
   static constexpr int kProbabilityOffset = kQueryOffset + QueryTile::kBytes;
   static constexpr int kMaxOffset = kProbabilityOffset + ProbabilityTile::kBytes;  // [4][kBlockM]: over a warp's keys
   static constexpr int kSumOffset = kMaxOffset + kConsumerWarps * kBlockM * 4;     // [4][kBlockM]
-  static constexpr int kCodeOffset = kSumOffset + kConsumerWarps * kBlockM * 4;    // [kCodeStages][16][656 bytes]
-  static constexpr int kCodeStageBytes = kStageKeys * kCodedKeyBytes;
-  static constexpr int kBarrierOffset = kCodeOffset + kCodeStages * kCodeStageBytes;
-  static constexpr int kSharedBytes = kBarrierOffset + (2 + 2 * kNumStages + 2 * kCodeStages) * 8;
+  static constexpr int kFp8Offset = kSumOffset + kConsumerWarps * kBlockM * 4;     // [kFp8Stages][16][656 bytes]
+  static constexpr int kFp8StageBytes = kStageKeys * kFp8KeyBytes;
+  static constexpr int kBarrierOffset = kFp8Offset + kFp8Stages * kFp8StageBytes;
+  static constexpr int kSharedBytes = kBarrierOffset + (2 + 2 * kNumStages + 2 * kFp8Stages) * 8;
 
   static_assert(kBlockN == 64, "keys are the rows of a wgmma");
   static_assert(kBlockM == 8 || kBlockM == 16, "more rows are no faster than in the tile of 64");
@@ -61,15 +61,15 @@ struct DecodeSpec {
   static_assert(kNumStages > kNumGroups, "a key block is multiplied while another one loads");
   static_assert(kNumWarps == kConsumerWarps + 1 + kHelperWarps,
                 "a warpgroup that multiplies, a warp that loads, and of codes or indices one for 16 keys of a block");
-  static_assert(!kHasCodes || kCodeStages > kCodeStagesOfBlock, "a key block is converted while another one loads");
-  static_assert(kCodeStages % kCodeStagesOfBlock == 0, "a stage has one warp, which waits for each of its phases");
+  static_assert(!kIsFp8 || kFp8Stages > kFp8StagesPerBlock, "a key block is converted while another one loads");
+  static_assert(kFp8Stages % kFp8StagesPerBlock == 0, "a stage has one warp, which waits for each of its phases");
   static_assert(kSharedBytes <= 232448, "sm_90 gives a block at most 227 KiB");
 };
 
 // The row tile of this block: the blocks of the second tile follow those of the first.
 template <typename Spec>
 __device__ __forceinline__ int row_tile_of(const DecodeParams& params) {
-  return Spec::kRowTiles == 1 || ptx::block_index() < params.parts ? 0 : 1;
+  return Spec::kRowTiles == 1 || ptx::block_index() < params.num_sm_parts ? 0 : 1;
 }
 
 // Named barriers besides number 0.
@@ -104,13 +104,11 @@ struct SharedMemory {
   __device__ __forceinline__ ptx::Mbarrier* key_full(int stage) const { return barrier(2 + stage); }
   __device__ __forceinline__ ptx::Mbarrier* key_empty(int stage) const { return key_full(Spec::kNumStages + stage); }
   // 16 keys as they are in the cache. full: TMA has written them. empty: their converters have read them.
-  __device__ __forceinline__ unsigned char* codes(int stage) const {
-    return base + Spec::kCodeOffset + stage * Spec::kCodeStageBytes;
+  __device__ __forceinline__ unsigned char* fp8(int stage) const {
+    return base + Spec::kFp8Offset + stage * Spec::kFp8StageBytes;
   }
-  __device__ __forceinline__ ptx::Mbarrier* codes_full(int stage) const { return key_empty(Spec::kNumStages + stage); }
-  __device__ __forceinline__ ptx::Mbarrier* codes_empty(int stage) const {
-    return codes_full(Spec::kCodeStages + stage);
-  }
+  __device__ __forceinline__ ptx::Mbarrier* fp8_full(int stage) const { return key_empty(Spec::kNumStages + stage); }
+  __device__ __forceinline__ ptx::Mbarrier* fp8_empty(int stage) const { return fp8_full(Spec::kFp8Stages + stage); }
 };
 
 }  // namespace flashmoe::mla::sm90_few

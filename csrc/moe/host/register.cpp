@@ -11,7 +11,7 @@
 namespace flashmoe::moe {
 namespace {
 
-using host::give;
+using host::box;
 
 // The backend that an operator is registered for.
 struct Cpu {
@@ -63,16 +63,16 @@ void boxed_route(StableIValue* stack, uint64_t num_arguments, uint64_t num_outpu
   } else {
     zero(outputs.counts);
   }
-  stack[0] = give(std::move(outputs.weights));
-  stack[1] = give(std::move(outputs.ids));
-  stack[2] = give(std::move(outputs.counts));
+  stack[0] = box(std::move(outputs.weights));
+  stack[1] = box(std::move(outputs.ids));
+  stack[2] = box(std::move(outputs.counts));
 }
 
 void give_sorted(StableIValue* stack, SortOutputs sorted) {
-  stack[0] = give(std::move(sorted.expert_offsets));
-  stack[1] = give(std::move(sorted.row_slots));
-  stack[2] = give(std::move(sorted.slot_rows));
-  stack[3] = give(std::move(sorted.row_weights));
+  stack[0] = box(std::move(sorted.expert_offsets));
+  stack[1] = box(std::move(sorted.row_slots));
+  stack[2] = box(std::move(sorted.slot_rows));
+  stack[3] = box(std::move(sorted.row_weights));
 }
 
 template <class Backend>
@@ -122,8 +122,8 @@ void boxed_layer(StableIValue* stack, uint64_t num_arguments, uint64_t num_outpu
     outputs.sorted = {empty_ints(common, {0}), empty_ints(common, {0}), empty_ints(common, {0}),
                       empty_floats(common, {0})};
   }
-  stack[0] = give(std::move(outputs.out));
-  stack[1] = give(std::move(outputs.preactivation));
+  stack[0] = box(std::move(outputs.out));
+  stack[1] = box(std::move(outputs.preactivation));
   give_sorted(stack + 2, std::move(outputs.sorted));
 }
 
@@ -135,7 +135,7 @@ void boxed_inference(StableIValue* stack, uint64_t num_arguments, uint64_t num_o
   LayerOutputs outputs;
   outputs.out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});
   run_layer<Backend>(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
+  stack[0] = box(std::move(outputs.out));
 }
 
 template <class Backend>
@@ -181,7 +181,7 @@ void boxed_layer_backward(StableIValue* stack, uint64_t num_arguments, uint64_t 
   }
   for (Tensor* gradient :
        {&gradients.dx, &gradients.dw13, &gradients.dw2, &gradients.dweights, &gradients.db13, &gradients.db2}) {
-    *stack++ = gradient->is_given() ? host::give_optional(std::move(*gradient)) : host::give_none();
+    *stack++ = gradient->is_given() ? host::box_optional(std::move(*gradient)) : host::box_none();
   }
 }
 
@@ -193,7 +193,7 @@ void boxed_mxfp4(StableIValue* stack, uint64_t num_arguments, uint64_t num_outpu
   Tensor out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});
   host::set_last_kernel("");
   if (arguments.shape.slots > 0) Backend::mxfp4(std::move(arguments), out);
-  stack[0] = give(std::move(out));
+  stack[0] = box(std::move(out));
 }
 
 template <class Backend>
@@ -204,7 +204,7 @@ void boxed_grouped(StableIValue* stack, uint64_t num_arguments, uint64_t num_out
   Tensor out = empty_rows(arguments.common, {arguments.rows, arguments.b.n});
   host::set_last_kernel("");
   if (arguments.rows > 0) Backend::grouped(arguments, out);
-  stack[0] = give(std::move(out));
+  stack[0] = box(std::move(out));
 }
 
 template <class Backend>
@@ -219,7 +219,7 @@ void boxed_grouped_gradient(StableIValue* stack, uint64_t num_arguments, uint64_
   } else {
     zero(out);
   }
-  stack[0] = give(std::move(out));
+  stack[0] = box(std::move(out));
 }
 
 // Argument checks for tracers.
@@ -278,7 +278,7 @@ void boxed_scaled(StableIValue* stack, uint64_t num_arguments, uint64_t num_outp
   outputs.out = empty_rows(arguments.common, {arguments.shape.tokens, arguments.shape.hidden});
   host::set_last_kernel("");
   if (arguments.shape.slots > 0) scaled_cuda(arguments, outputs);
-  stack[0] = give(std::move(outputs.out));
+  stack[0] = box(std::move(outputs.out));
 }
 
 }  // namespace flashmoe::moe

@@ -11,7 +11,7 @@
 namespace flashmoe::moe {
 namespace {
 
-using host::give;
+using host::box;
 
 ScaledArguments parse_scaled_kept(host::Arguments& inputs) {
   ScaledArguments arguments = parse_scaled(inputs);
@@ -49,7 +49,7 @@ void boxed_scaled_kept(StableIValue* stack, uint64_t num_arguments, uint64_t num
   }
   for (Tensor* output : {&outputs.out, &outputs.preactivation, &outputs.sorted.expert_offsets,
                          &outputs.sorted.row_slots, &outputs.sorted.slot_rows, &outputs.sorted.row_weights}) {
-    *stack++ = give(std::move(*output));
+    *stack++ = box(std::move(*output));
   }
 }
 
@@ -77,7 +77,7 @@ void boxed_scaled_backward(StableIValue* stack, uint64_t num_arguments, uint64_t
     zero(gradients.dw2);
   }
   for (Tensor* gradient : {&gradients.dx, &gradients.dw13, &gradients.dw2, &gradients.dweights}) {
-    *stack++ = gradient->is_given() ? host::give_optional(std::move(*gradient)) : host::give_none();
+    *stack++ = gradient->is_given() ? host::box_optional(std::move(*gradient)) : host::box_none();
   }
 }
 
@@ -94,7 +94,7 @@ void boxed_quantize_weights(StableIValue* stack, uint64_t num_arguments, uint64_
                            empty_on(common, {experts, k / kScaleBlock, n / kScaleBlock}, float32())};
   quantize_weights_cuda(arguments, outputs);
   for (Tensor* output : {&outputs.values, &outputs.scales, &outputs.transposed, &outputs.transposed_scales}) {
-    *stack++ = give(std::move(*output));
+    *stack++ = box(std::move(*output));
   }
 }
 

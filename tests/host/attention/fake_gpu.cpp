@@ -327,6 +327,6 @@ FAKE_EXPORT void fake_computing(int computes) { flashmoe::attention::g_computes 
 FAKE_EXPORT int64_t fake_copies(int64_t elements) { return std::exchange(flashmoe::attention::most_copied, elements); }
 
 FAKE_EXPORT void fake_memory(int rate, int l2_bytes) {
-  flashmoe::host::g_gpu.memory_rate = rate;
+  flashmoe::host::g_gpu.memory_bandwidth = rate;
   flashmoe::host::g_gpu.l2_bytes = l2_bytes;
 }

@@ -18,6 +18,7 @@
 #include "attention/params/row_dot.h"
 #include "attention/params/scores_sum.h"
 #include "codes.h"
+#include "host/ceil_div.h"
 #include "host/kernel_table.h"
 
 namespace flashmoe::attention {
@@ -27,8 +28,6 @@ using host::load;
 using host::store;
 
 constexpr float kLn2 = 0.69314718F;
-
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 // Rows and keys of one sequence, and their addresses.
 template <class Params>

@@ -10,6 +10,7 @@
 #include "../attention/codes.h"
 #include "../fake_driver.h"
 #include "../fake_memory.h"
+#include "host/ceil_div.h"
 #include "mla/params/append.h"
 #include "mla/params/decode.h"
 
@@ -23,7 +24,6 @@ using host::store;
 
 std::vector<float> g_results;  // of a decoding kernel whose sequences are split, for the combine kernel
 
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 bool is_aligned(const void* address, std::initializer_list<int64_t> strides) {
   bool is = reinterpret_cast<uintptr_t>(address) % 16 == 0;
   for (const int64_t bytes : strides) is = is && bytes % 16 == 0;
@@ -31,7 +31,7 @@ bool is_aligned(const void* address, std::initializer_list<int64_t> strides) {
 }
 
 float value_at(const DecodeParams& p, const char* key, int64_t column) {
-  if (p.has_codes == 0) return load(key, column);
+  if (p.is_fp8 == 0) return load(key, column);
   if (column >= kLatentDim) return load(key + kRotaryBytesOffset, column - kLatentDim);
   float scale;
   std::memcpy(&scale, key + kScaleBytesOffset + column / kScaleColumns * 4, 4);
@@ -54,7 +54,7 @@ const char* key_of(const DecodeParams& p, int64_t sequence, int64_t key) {
     row = key % p.page_size;
   }
   if (page < 0 || page >= p.num_pages) return nullptr;
-  return static_cast<const char*>(p.cache) + (page * p.page_stride + row * p.key_stride) * (p.has_codes != 0 ? 1 : 2);
+  return static_cast<const char*>(p.cache) + (page * p.page_stride + row * p.key_stride) * (p.is_fp8 != 0 ? 1 : 2);
 }
 
 // Results of all rows, then their log-sum-exp.
@@ -92,7 +92,7 @@ std::vector<float> attend(const DecodeParams& p) {
 }
 
 void write(const DecodeParams& p, const std::vector<float>& results) {
-  const int64_t rows = int64_t{p.batch} * p.tokens * p.heads, apart = int64_t{p.tokens_apart} * p.tokens;
+  const int64_t rows = int64_t{p.batch} * p.tokens * p.heads, apart = int64_t{p.batches_per_sequence} * p.tokens;
   for (int64_t at = 0; at < rows * kLatentDim; ++at) store(p.out, at, results[static_cast<size_t>(at)]);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t head = row % p.heads, token = row / p.heads;  // of all sequences
@@ -103,18 +103,19 @@ void write(const DecodeParams& p, const std::vector<float>& results) {
 
 std::string decode(const Kernel& kernel, const DecodeParams& p, int64_t grid, void** maps) {
   const int64_t rows = int64_t{p.tokens} * p.heads, row_tiles = ceil_div(rows, kernel.block_m);
-  const int64_t bytes = p.has_codes != 0 ? 1 : 2, held = int64_t{host::g_gpu.num_multiprocessors} * kernel.min_blocks;
+  const int64_t bytes = p.is_fp8 != 0 ? 1 : 2, held = int64_t{host::g_gpu.num_multiprocessors} * kernel.min_blocks;
   const bool is_split = p.num_splits != 1;
   if (p.block_m != kernel.block_m || p.row_tiles != row_tiles || 1 << p.block_n_log2 != kernel.block_n)
     return "another tile than the kernel's";
-  if (grid != int64_t{p.parts} * row_tiles) return "not a block for each part and tile";
+  if (grid != int64_t{p.num_sm_parts} * row_tiles) return "not a block for each part and tile";
   const int64_t most = std::max<int64_t>(1, held / row_tiles), even = p.batch <= most ? most / p.batch * p.batch : most;
   const int64_t parts =
       most - even <= most / 32 ? even : most;  // whole parts for each sequence, or the other way around
-  if (p.parts != (is_split ? parts : p.batch)) return "other parts than the GPU holds";
-  if (p.parts_each != (is_split && p.batch <= 32 ? p.parts / p.batch : 0)) return "other parts of a sequence";
-  const int least_share = std::strcmp(kernel.operation, "mla_decode_few") == 0 ? 1 : 2;
-  if (p.num_splits < 1 || p.least_share != least_share) return "no parts, or shares too short";
+  if (p.num_sm_parts != (is_split ? parts : p.batch)) return "other parts than the GPU holds";
+  if (p.parts_per_sequence != (is_split && p.batch <= 32 ? p.num_sm_parts / p.batch : 0))
+    return "other parts of a sequence";
+  const int min_blocks_per_part = std::strcmp(kernel.operation, "mla_decode_few") == 0 ? 1 : 2;
+  if (p.num_splits < 1 || p.min_blocks_per_part != min_blocks_per_part) return "no parts, or shares too short";
   if (!is_aligned(p.q, {2 * p.q_stride_batch, 2 * p.q_stride_row})) return "q cannot be loaded by 16 bytes";
   if (!is_aligned(p.cache, {bytes * p.page_stride, bytes * p.key_stride})) return "keys cannot be loaded by 16 bytes";
   const void* tensors[] = {p.q, p.cache};
@@ -124,13 +125,13 @@ std::string decode(const Kernel& kernel, const DecodeParams& p, int64_t grid, vo
   const int32_t both = p.page_size | kernel.block_n, box = p.block_table == nullptr ? kernel.block_n : both & -both;
   if (p.box_rows != box) return "a box that is no part of a page";
   if ((p.indices != nullptr) != (std::strstr(kernel.variant, "sparse") != nullptr)) return "a kernel of other keys";
-  if ((p.has_codes != 0) != (std::strstr(kernel.variant, "codes") != nullptr)) return "a kernel of another cache";
+  if ((p.is_fp8 != 0) != (std::strstr(kernel.variant, "codes") != nullptr)) return "a kernel of another cache";
   g_results = attend(p);
   if (!is_split) {
     write(p, g_results);
     return p.out_partial == nullptr && p.state_partial == nullptr ? "" : "room for parts that there are not";
   }
-  const int64_t partial_rows = 2 * int64_t{p.parts} * row_tiles * kernel.block_m;
+  const int64_t partial_rows = 2 * int64_t{p.num_sm_parts} * row_tiles * kernel.block_m;
   const auto left = static_cast<int64_t>(malloc_usable_size(p.out_partial)) -
                     4 * static_cast<int64_t>(p.state_partial - p.out_partial);
   if (p.state_partial - p.out_partial < partial_rows * kLatentDim || left < 8 * partial_rows)
@@ -141,12 +142,12 @@ std::string decode(const Kernel& kernel, const DecodeParams& p, int64_t grid, vo
 }
 
 std::string combine(const Kernel& kernel, const DecodeParams& p, int64_t grid) {
-  const int64_t sequences = std::min(p.batch, p.parts), sums = kernel.block_m / p.warps_per_sum;
+  const int64_t sequences = std::min(p.batch, p.num_sm_parts), sums = kernel.block_m / p.warps_per_sum;
   const int64_t held = std::max<int64_t>(1, int64_t{host::g_gpu.num_multiprocessors} * kernel.min_blocks / sequences);
   const int64_t units = ceil_div(int64_t{p.tokens} * p.heads, kSumRows) * (kLatentDim / kSumColumns);
-  if (p.warps_per_sum != (p.parts >= 24 * p.batch ? kernel.block_m : 1)) return "other warps for a sum";
-  if (p.sum_pieces != (units > held * sums ? 2 : 1)) return "other pieces of a sum";
-  if (grid != sequences * std::min(ceil_div(units, sums * p.sum_pieces), held)) return "another grid";
+  if (p.warps_per_sum != (p.num_sm_parts >= 24 * p.batch ? kernel.block_m : 1)) return "other warps for a sum";
+  if (p.tile_pairs_per_warp != (units > held * sums ? 2 : 1)) return "other pairs of tiles in a sum";
+  if (grid != sequences * std::min(ceil_div(units, sums * p.tile_pairs_per_warp), held)) return "another grid";
   write(p, g_results);
   return "";
 }
@@ -164,7 +165,7 @@ std::string append(const Kernel& kernel, const AppendParams& p, int64_t grid) {
       key = p.slots[row] % p.page_size;
     } else {
       key = int64_t{p.cache_seqlens[sequence]} + token;
-      if (key < 0 || key >= p.room) continue;
+      if (key < 0 || key >= p.capacity) continue;
       page = p.block_table != nullptr ? p.block_table[sequence * p.block_table_stride + key / p.page_size] : sequence;
       if (page < 0 || page >= p.num_pages) continue;
       key = p.block_table != nullptr ? key % p.page_size : key;

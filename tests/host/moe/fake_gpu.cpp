@@ -11,6 +11,7 @@
 #include "../fake_driver.h"
 #include "../fake_memory.h"
 #include "attention/host/schemas.h"
+#include "host/ceil_div.h"
 #include "host/tile_counters.h"
 #include "linear/params/linear.h"
 #include "moe/host/backends.h"
@@ -139,8 +140,6 @@ class GemmKernel {
   const GemmParams& p;
   WeightLayout layout_;
 };
-
-int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 // As if each expert had one more tile than full ones, and one sum per gradient tile; a counter if blocks draw tiles.
 std::string check_tiles(const host::Kernel& kernel, const GemmParams& p, int64_t grid) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "ptx/convert.cuh"
+#include "ptx/permute.cuh"
 #include "ptx/wgmma.cuh"
 
 namespace flashmoe::ptx {
@@ -16,13 +17,6 @@ struct E4M3 {
   unsigned char bits;
 };
 
-__device__ __forceinline__ uint32_t select_bytes(uint32_t low, uint32_t high, uint32_t selector) {
-  const uint64_t all = static_cast<uint64_t>(high) << 32 | low;
-  uint32_t bytes = 0;
-  for (int i = 0; i < 4; ++i) bytes |= static_cast<uint32_t>(all >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-  return bytes;
-}
-
 template <typename Element>
 __device__ __forceinline__ void unpack_e4m3(uint32_t (&pairs)[2], uint32_t codes) {
   const auto value = [&](int byte) { return emulation::e4m3_to_float(static_cast<uint8_t>(codes >> 8 * byte)); };
@@ -32,7 +26,7 @@ __device__ __forceinline__ void unpack_e4m3(uint32_t (&pairs)[2], uint32_t codes
 
 template <typename Element>
 __device__ __forceinline__ void unpack_alternate_e4m3(uint32_t (&pairs)[2], uint32_t codes) {
-  unpack_e4m3<Element>(pairs, select_bytes(codes, 0, 0x3120));
+  unpack_e4m3<Element>(pairs, permute_bytes(codes, 0, 0x3120));
 }
 
 __device__ __forceinline__ void widen_e4m3(float (&values)[4], uint32_t codes) {

@@ -52,12 +52,12 @@ __device__ __forceinline__ void tma_store_commit(Site site = Site::here()) {
 
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait_read(Site site = Site::here()) {
-  emulation::tensor_store_wait(kPending, true, site, "tma_store_wait_read");
+  emulation::tensor_store_wait(kPending, site, "tma_store_wait_read");
 }
 
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait(Site site = Site::here()) {
-  emulation::tensor_store_wait(kPending, false, site, "tma_store_wait");
+  emulation::tensor_store_wait(kPending, site, "tma_store_wait");
 }
 
 }  // namespace flashmoe::ptx

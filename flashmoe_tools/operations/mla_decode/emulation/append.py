@@ -118,7 +118,7 @@ def trial(unit: Unit, p: AppendProblem) -> Trial:
         "tokens": p.tokens,
         "page_size": size,
         "num_pages": count,
-        "room": p.room,
+        "capacity": p.room,
     }
 
     def check() -> list[str]:

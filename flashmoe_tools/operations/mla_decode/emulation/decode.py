@@ -105,7 +105,7 @@ def trial_on(unit: Unit, tensors: Tensors) -> Trial:
         put_together(tensors, found, partial)
         return tensors.disagreements()
 
-    blocks = values["parts"] * values["row_tiles"]
+    blocks = values["num_sm_parts"] * values["row_tiles"]
     return Trial([Launch(values, blocks)], check, {"out": tensors.out, "lse": tensors.lse})
 
 

@@ -1,4 +1,4 @@
-"""How the key blocks of a batch are divided among the parts (work shares), as described in csrc/mla/plan.cuh."""
+"""How the key blocks of a batch are divided among the parts (work shares), as described in csrc/mla/tile_scheduler.cuh."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -178,7 +178,7 @@ def trial(unit: Unit, p: Product) -> Trial:
     written = rows(results["d"], writable=True, initialised=False, rows=None if p.is_gradient else range(p.rows))
     values: dict[str, Any] = {
         **p.sizes(),
-        "a": rows(given.a, is_from_grid_in_front=is_few_rows and not p.is_gated),
+        "a": rows(given.a, is_from_preceding_grid=is_few_rows and not p.is_gated),
         "d": written,
         "expert_offsets": waits(given.routing.offsets) if len(p.counts) > 1 or p.is_gradient else None,
         "bias": None if not p.has_bias else given.bias if is_few_rows else in_front(given.bias),

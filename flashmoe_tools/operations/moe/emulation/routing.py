@@ -249,7 +249,7 @@ def sort_trial(_: Unit, p: SortProblem) -> Trial:
         counts = torch.full((p.blocks * p.experts,), -77, dtype=torch.int32)
         given = {"ids": inputs.ids, "topk_weights": inputs.weights, "expert_map": inputs.expert_map}
         early = {name: None if tensor is None else Buffer(tensor) for name, tensor in given.items()}
-        ranks = Buffer(results["slot_rows"], writable=True, is_from_grid_in_front=True, name="ranks")
+        ranks = Buffer(results["slot_rows"], writable=True, is_from_preceding_grid=True, name="ranks")
         launches = [
             Launch({**values, "block_counts": output(counts)}, p.blocks, ("count",)),
             Launch({**values, **early, "block_counts": in_front(counts), "slot_rows": ranks}, p.blocks, ("place",)),

@@ -212,7 +212,7 @@ def coded_chunk_trial(unit: Unit, p: E4m3Problem) -> Trial:
     tensors, k_scale, v_scale = quantize(p, build(p))
     made = forward.trial_on(unit, p, tensors)
     (launch,) = made.launches
-    scales = forward.from_grid_in_front({"k_scale": k_scale.struct, "v_scale": v_scale.struct})
+    scales = forward.from_preceding_grid({"k_scale": k_scale.struct, "v_scale": v_scale.struct})
     return replace(made, launches=[replace(launch, values={"forward": launch.values, **scales})])
 
 
@@ -289,7 +289,7 @@ def dequantize_trial(unit: Unit, p: E4m3Problem) -> Trial:
         "v_scale": v_scale.struct,
         **{name: output(out) for name, out in outs.items()},
     }
-    return Trial([Launch(forward.from_grid_in_front(given), blocks=3)], check, outs)
+    return Trial([Launch(forward.from_preceding_grid(given), blocks=3)], check, outs)
 
 
 RUNNER = Runner(problems, trial)

@@ -119,12 +119,12 @@ def values_of(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor, **more: Any
     }
 
 
-def from_grid_in_front(values: dict[str, Any]) -> dict[str, Any]:
+def from_preceding_grid(values: dict[str, Any]) -> dict[str, Any]:
     """The same, with every tensor that is read written by the preceding grid."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found[name] = from_grid_in_front(value)
+            found[name] = from_preceding_grid(value)
         else:
             found[name] = in_front(value) if isinstance(value, torch.Tensor) else value
     return found
@@ -175,7 +175,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
 
     is_chunk = unit.row.operation.startswith("attention_chunk_forward")
     if is_chunk:  # a dependent launch
-        values = from_grid_in_front(values)
+        values = from_preceding_grid(values)
 
     def check() -> list[str]:
         found: list[str] = []

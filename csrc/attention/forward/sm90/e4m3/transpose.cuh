@@ -13,9 +13,9 @@
 #include "attention/forward/sm90/e4m3/spec.cuh"
 #include "attention/params/e4m3.h"
 #include "attention/sequences.cuh"
-#include "ptx/e4m3.cuh"
 #include "ptx/grid_dependency.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/permute.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe::attention::sm90 {
@@ -30,12 +30,12 @@ struct TransposeSpec {
 
 // rows[i] byte j becomes columns[j] byte i.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&columns)[4], const uint32_t (&rows)[4]) {
-  const uint32_t low[2] = {ptx::select_bytes(rows[0], rows[1], 0x5140), ptx::select_bytes(rows[2], rows[3], 0x5140)};
-  const uint32_t high[2] = {ptx::select_bytes(rows[0], rows[1], 0x7362), ptx::select_bytes(rows[2], rows[3], 0x7362)};
-  columns[0] = ptx::select_bytes(low[0], low[1], 0x5410);
-  columns[1] = ptx::select_bytes(low[0], low[1], 0x7632);
-  columns[2] = ptx::select_bytes(high[0], high[1], 0x5410);
-  columns[3] = ptx::select_bytes(high[0], high[1], 0x7632);
+  const uint32_t low[2] = {ptx::permute_bytes(rows[0], rows[1], 0x5140), ptx::permute_bytes(rows[2], rows[3], 0x5140)};
+  const uint32_t high[2] = {ptx::permute_bytes(rows[0], rows[1], 0x7362), ptx::permute_bytes(rows[2], rows[3], 0x7362)};
+  columns[0] = ptx::permute_bytes(low[0], low[1], 0x5410);
+  columns[1] = ptx::permute_bytes(low[0], low[1], 0x7632);
+  columns[2] = ptx::permute_bytes(high[0], high[1], 0x5410);
+  columns[3] = ptx::permute_bytes(high[0], high[1], 0x7632);
 }
 
 // Returns the sequence that block `block` of transposed V belongs to: the last one that begins no later.
