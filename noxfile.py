@@ -65,7 +65,7 @@ def wheel_file(session: nox.Session) -> Path:
 def newest_wheel(session: nox.Session) -> Path:
     wheels = sorted((ROOT / "dist").glob(f"{WHEEL_PREFIX}*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
-        session.error("dist/ holds no wheel; run ./nox -s build")
+        session.error("dist/ contains no wheel; run ./nox -s build")
     return wheels[-1]
 
 

@@ -131,7 +131,7 @@ def _touch(path: Path, case: BuildCase) -> None:
     # The cache is keyed by content and ignores time stamps, so the content must change.
     old, new = case.replace or (text, text + "\n// touched\n")
     if text.count(old) != 1:
-        msg = f"the build case replaces {old!r}, which stands {text.count(old)} times in {case.touch}; give a text that stands once"
+        msg = f"the build case replaces {old!r}, which occurs {text.count(old)} times in {case.touch}; give text that occurs once"
         raise ArgumentError(msg)
     path.write_text(text.replace(old, new), encoding="utf-8")
 

@@ -155,7 +155,7 @@ def judge(kind: str) -> tuple[Check, dict[str, Any]]:
             tokens = torch.randint(3, 128, (2, 19))
             with torch.no_grad():
                 eager = model(tokens, use_cache=False).logits
-            step = "takes no attention by name"
+            step = "does not select attention by name"
             difference, ran, refused = compare(model, tokens, eager)
             row |= {"difference": float(f"{difference:.1e}")} | ({"why": refused} if refused else {})
     except Exception as error:
@@ -203,7 +203,7 @@ def table(root: Path = ROOT) -> tuple[Sequence[str], list[Sequence[str]]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "reports" / "models.json")
-    parser.add_argument("--only", metavar="A,B", help="these model types alone")
+    parser.add_argument("--only", metavar="A,B", help="only these model types")
     options = parser.parse_args(arguments)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
 

@@ -41,7 +41,7 @@ def runtimes(compiler: str) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="./nox -s sanitize --", description=__doc__)
     parser.add_argument("--sample", action="store_true", help="a few files of each folder: minutes instead of an hour")
-    parser.add_argument("tests", nargs="*", help="what pytest is given, in place of the CPU tests")
+    parser.add_argument("tests", nargs="*", help="pytest arguments, instead of the CPU tests")
     arguments = parser.parse_args(words)
     cache = os.environ.get("FLASHMOE_CACHE_DIR") or str(OUT / "cache")  # tests/cpu compiles the backend
     sanitized = {**os.environ, "FLASHMOE_SANITIZE": "address,undefined", "FLASHMOE_CACHE_DIR": cache}

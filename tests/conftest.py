@@ -252,7 +252,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         terminalreporter.write_line(f"GPU: {ran} tests ran")
     if left_out:
         terminalreporter.write_line(
-            f"DRAWN: {left_out} cases and {counted['files']} files are other commits' (FLASHMOE_DRAW); ./nox -s test alone runs all"
+            f"DRAWN: {left_out} cases and {counted['files']} files were not sampled for this commit (FLASHMOE_DRAW); ./nox -s test runs all"
         )
     if os.environ.get("FLASHMOE_TEST_REPORT"):
         elapsed = time.monotonic() - config.stash[STARTED]

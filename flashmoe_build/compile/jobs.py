@@ -25,7 +25,7 @@ def job_count(environment: Mapping[str, str]) -> int:
     wanted = environment.get("MAX_JOBS", "")
     if wanted:
         if not wanted.isdecimal() or int(wanted) < 1:
-            msg = f"MAX_JOBS={wanted!r}; a whole number from 1 on is needed"
+            msg = f"MAX_JOBS={wanted!r}; a whole number of at least 1 is needed"
             raise BuildError(msg)
         return int(wanted)
     return max(1, min(len(os.sched_getaffinity(0)), available_memory() // MEMORY_PER_JOB))

@@ -133,9 +133,7 @@ def _host_compiler(target: str) -> tuple[str, str]:
     answer = subprocess.run([found, "-dumpfullversion"], capture_output=True, text=True, check=False, timeout=30)
     version = answer.stdout.strip()
     if not re.fullmatch(r"\d+(\.\d+)*", version):
-        msg = (
-            f"{wanted} -dumpfullversion printed {version!r}, which is no version; g++ {MINIMUM_GXX} or newer is needed"
-        )
+        msg = f"{wanted} -dumpfullversion printed {version!r}, which is not a version; g++ {MINIMUM_GXX} or newer is needed"
         raise BuildError(msg)
     if int(version.split(".")[0]) < MINIMUM_GXX:
         msg = f"{wanted} is version {version}; g++ {MINIMUM_GXX} or newer is needed"

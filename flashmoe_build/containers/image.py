@@ -124,7 +124,7 @@ def build_images(
     require_space(docker, SPACE)
     if cache is not None:
         data["withheld"] = give(docker, cache, os.environ.get(VARIABLE, ""))
-        print(f"image    compiled units are those of {cache}, but for {data['withheld']}", flush=True)
+        print(f"image    uses compiled units from {cache}, except {data['withheld']}", flush=True)
     with tempfile.TemporaryDirectory(prefix="flashmoe-image-") as scratch:
         folder = Path(scratch)
         context, secrets, network = make_context(folder), _secrets(folder), _network(os.environ)
@@ -181,11 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--archs", default=os.environ.get("FLASHMOE_ARCHS", "all"))
     parser.add_argument(
-        "--given", type=Path, metavar="CACHE", help="a build's cache, whose units are not compiled again but for some"
+        "--given", type=Path, metavar="CACHE", help="a build's cache; only a sample of its units is compiled again"
     )
     parser.add_argument(
         "--environments", dest="stage", action="store_const", const="toolchain", default="",
-        help="only the locked environments, which a later call finds in the engine's cache",
+        help="build only the locked environments, which a later call finds in the engine's cache",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     targets = options.targets or drawn_targets(os.environ)

@@ -102,7 +102,7 @@ def compare_wheels(inside: tuple[str, Mapping[str, Any]], outside: tuple[str, Ma
             "device binaries in the image equal those outside",
             Verdict.FAIL if differing or not cubins else Verdict.PASS,
             found=f"{len(cubins)} inside, {len(differing)} differ {differing[:3] or ''}".strip(),
-            expected=f"the {len(others)} that the same commit gives outside",
+            expected=f"the {len(others)} of the same commit outside",
             next_step="nox -s reproduce" if differing else "",
         )
     ]

@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, metavar="N", help="hunts at once; default: MAX_JOBS, else at most 2")
     parser.add_argument("--budget-minutes", type=float, metavar="M", help="stop after that time")
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write a report; what it holds already is not hunted again"
+        "--json", type=Path, metavar="PATH", help="write a report; bugs in an existing one are not hunted again"
     )
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the kill table")
     return parser

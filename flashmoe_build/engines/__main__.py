@@ -36,7 +36,7 @@ def judge(found: Version, recorded: Sequence[Version]) -> Iterator[Check]:
     if known is not None:
         wrong += [(f"{label} record", f"{one}; repeat with --record") for one in changes(known.found, found.found)]
     for name, text in wrong:
-        yield Check(name, Verdict.FAIL, text, "what flashmoe/integrations/ takes it for")
+        yield Check(name, Verdict.FAIL, text, "what flashmoe/integrations/ expects")
     if not wrong:
         yield Check(
             label, Verdict.PASS, f"{sum(c.applies(found.version) for c in clauses)} clauses hold; torch {found.torch}"
@@ -79,7 +79,7 @@ def recorded_of(recorded: Sequence[Version], wheel: Wheel) -> Version:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="nox -s engines --", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=sorted(ENGINES), default="", help="this engine alone")
+    parser.add_argument("--only", choices=sorted(ENGINES), default="", help="only this engine")
     parser.add_argument("--newest", action="store_true", help="also the newest releases on the index")
     parser.add_argument("--record", action="store_true", help="write what was read to recorded.json")
     options = parser.parse_args(arguments)

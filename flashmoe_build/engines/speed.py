@@ -95,9 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine, in alternation")
     parser.add_argument(
-        "--compiled", action="store_true", help="vLLM's default, torch.compile, not CUDA graphs of decoding alone"
+        "--compiled",
+        action="store_true",
+        help="vLLM's default, torch.compile, instead of only CUDA graphs for decoding",
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="of prompts' and answers' lengths")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the lengths of prompts and answers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engine", nargs=3, metavar=("FOLDER", "BACKEND", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -60,7 +60,7 @@ def package_files(wheel: Path) -> dict[str, bytes]:
         names = [name for name in archive.namelist() if name.startswith("flashmoe/") and not name.startswith(LEFT_OUT)]
         found = {PurePosixPath(name).relative_to("flashmoe").as_posix(): archive.read(name) for name in names}
     if LIBRARY not in found or "__init__.py" not in found:
-        msg = f"{wheel.name} holds no flashmoe/{LIBRARY}; name a wheel of `nox -s build`"
+        msg = f"{wheel.name} contains no flashmoe/{LIBRARY}; name a wheel of `nox -s build`"
         raise BuildError(msg)
     return found
 

@@ -56,7 +56,7 @@ def python_folder() -> Path:
     """The folder of this Python, which must be separate from the system to be mounted elsewhere."""
     folder = Path(sys.base_prefix).resolve()
     if folder == Path("/usr"):
-        msg = "this Python lies in /usr, which the other system has of its own; name another: FLASHMOE_PYTHON (`uv python install 3.12`)"
+        msg = "this Python lies in /usr, which the other system also has; name another: FLASHMOE_PYTHON (`uv python install 3.12`)"
         raise OutOfReachError(msg)
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         msg = "building in another system needs root (mounts, chroot) and unshare; run this session as root"
@@ -174,7 +174,9 @@ def wheel_of_head(dist: Path, archs: str, jobs: int) -> Path:
     pattern = f"{WHEEL_PREFIX}{project_version(archs=archs)}-*_{platform.machine()}.whl"
     if not any(dist.glob(pattern)):
         if commit.dirty:
-            found = f"{dist.name}/ holds no wheel of the commit that is checked out, and files differ from that commit"
+            found = (
+                f"{dist.name}/ contains no wheel of the commit that is checked out, and files differ from that commit"
+            )
             msg = f"{found}; commit or stash them, or give the wheel (--wheel FILE)"
             raise BuildError(msg)
         command = [sys.executable, "-m", "flashmoe_build", "--archs", archs, "--dist", str(dist)]

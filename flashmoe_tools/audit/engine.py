@@ -103,7 +103,7 @@ def read_objects(folder: Path | None) -> tuple[ElfFacts, ...]:
         return ()
     paths = sorted(p for p in folder.rglob("*.o") if p.is_file())
     if not paths:
-        msg = f"{folder} holds no object file (*.o), so duplicate definitions cannot be looked for"
+        msg = f"{folder} contains no object file (*.o), so duplicate definitions cannot be looked for"
         raise EmptyInputError(msg, "give the folder that the compiler wrote its .o files to (build/objects)")
     return tuple(read_elf(path) for path in paths)
 

@@ -80,7 +80,7 @@ def _folder(path: Path) -> Inputs:
     libraries = tuple((str(p.relative_to(path)), p) for p in files if EXTENSION.fullmatch(p.name))
     wheels = tuple(p for p in files if p.suffix == ".whl")
     if not libraries and not wheels:
-        msg = f"{path} holds no extension (*.so) and no wheel; it has {len(files)} files"
+        msg = f"{path} contains no extension (*.so) and no wheel; it has {len(files)} files"
         raise EmptyInputError(msg, "build first, or give the folder that the build wrote")
     return Inputs(libraries, wheels)
 
@@ -156,7 +156,7 @@ def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], 
     names = tuple(m.filename for m in members)
     extensions = tuple(n for n in names if EXTENSION.fullmatch(PurePosixPath(n).name))
     if not extensions:
-        msg = f"{path.name} holds no extension: none of its {len(names)} files is a shared object"
+        msg = f"{path.name} contains no extension: none of its {len(names)} files is a shared object"
         raise EmptyInputError(msg, "the build did not put the library into the wheel; look at the wheel hook")
     sources, metadata, other, digests = {}, {}, {}, {}
     budget = MAX_TEXT

@@ -98,7 +98,7 @@ def explain(missing: str, defined: Iterable[str]) -> NearMiss | None:
     twins = [name for name in same if canonical_types(name) == canonical_types(missing)]
     if twins:
         cause = (
-            f"`{twins[0]}` is defined, `{missing}` is wanted: the types name the same 16 bits, but as different C++ types "
+            f"`{twins[0]}` is defined, `{missing}` is required: the types name the same 16 bits, but as different C++ types "
             "they mangle differently, so caller and callee never meet"
         )
         return NearMiss(cause, tuple(twins))

@@ -63,7 +63,7 @@ def _said(context: Context, looked: Lookup) -> str:
         (len(looked.python), f"exported by Python {here()}"),
         (looked.torch, "of torch, judged by its own checks"),
         (len(looked.floor), f"newer than this machine's libraries, so only compared with the floor: {listing(newer)}"),
-        (looked.open, "weak, and may stay open"),
+        (looked.open, "weak, and may stay undefined"),
     )
     judged = "; ".join(f"{count} {words}" for count, words in counts if count)
     return f"{len(context.facts.undefined)} undefined" + (f": {judged}" if judged else "")
@@ -127,7 +127,7 @@ def _cause(context: Context, symbol: Symbol, name: str, candidates: Sequence[str
         )
     library = context.resolver.elsewhere(symbol.name, context.closure)
     if library is not None:
-        return f"{library} exports it, but nothing that is needed brings that library in", f"link with {library}"
+        return f"{library} exports it, but no needed library loads that one", f"link with {library}"
     if not context.ours and symbol.name.startswith(("Py", "_Py")):
         return (
             f"Python {here()} does not export it: a misspelt name, or one of another version",

@@ -55,7 +55,7 @@ def expand(report: Report) -> Report:
         ceilings = CeilingRates(table["matmul_tflops"], table["copy_gbps"]) if table else None
         cells = [_expanded(cell, ceilings) for cell in data["cells"]]
     except (KeyError, TypeError, ValueError) as error:
-        msg = f"the summary lacks or misstates a field of {SUMMARY_SCHEMA}: {error!r}"
+        msg = f"the summary has a missing or invalid field of {SUMMARY_SCHEMA}: {error!r}"
         raise ReportError(msg) from error
     return replace(report, data={**data, "schema": DATA_SCHEMA, "cells": cells})
 

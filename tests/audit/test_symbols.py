@@ -107,7 +107,7 @@ def test_f4_two_objects_define_the_same_function(workshop: Workshop, sound: Path
 
 
 def test_objects_folder_without_objects_fails(sound: Path, tables: Tables, tmp_path: Path) -> None:
-    assert "holds no object file" in named(audit(sound, Options(objects=tmp_path), tables), "input: empty").found
+    assert "contains no object file" in named(audit(sound, Options(objects=tmp_path), tables), "input: empty").found
 
 
 def test_our_library_judged_as_a_foreign_one(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:

@@ -76,7 +76,7 @@ def test_a_file_of_marks(tmp_path: Path, arch: str) -> None:
     with pytest.raises(ReportError, match=r"marks\.toml has schema 2; this flashmoe reads 1"):
         ratchet.read_marks(path)
     path.write_text("schema = 1")
-    with pytest.raises(ReportError, match=r"marks\.toml is no ratchet file: KeyError"):
+    with pytest.raises(ReportError, match=r"marks\.toml is not a ratchet file: KeyError"):
         ratchet.read_marks(path)
     for gpu, name, own, file in (
         ({"name": "NVIDIA H200", "capability": "9.0"}, "NVIDIA H200", "sm90", "ratchet-nvidia-h200.toml"),

@@ -228,7 +228,7 @@ def test_a_rendered_report_is_held_against_marks_where_that_is_asked(
 
 
 def test_a_suite_of_several_gpus_runs_alone() -> None:
-    with pytest.raises(ArgumentError, match="a suite of several GPUs runs alone"):
+    with pytest.raises(ArgumentError, match="a multi-GPU suite cannot be combined with other suites"):
         cli._measure_distributed(parsed(), [suites.load_suite("distributed")] * 2, "cuda")
 
 

@@ -100,7 +100,7 @@ def test_native_without_a_driver_or_a_gpu_is_refused(monkeypatch: pytest.MonkeyP
         (FakeDriver(), "found no usable GPU"),
         (FakeDriver((9, 0), fails="cuInit"), "found no usable GPU"),
         (FakeDriver((9, 0), fails="cuDeviceGetCount"), "found no usable GPU"),
-        (FakeDriver((9, 0), fails="cuDeviceGetAttribute"), "does not tell the compute capability of GPU 0"),
+        (FakeDriver((9, 0), fails="cuDeviceGetAttribute"), "does not report the compute capability of GPU 0"),
     ):
         monkeypatch.setattr(ctypes, "CDLL", lambda _, driver=driver: driver)
         with pytest.raises(BuildError, match=told):
@@ -217,7 +217,7 @@ class Full(Cache):
 def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
     known, cache = find_toolchain(), Full(tmp_path)
     monkeypatch.setattr(nvrtc, "_run_worker", lambda *_: (b"", {}))
-    with pytest.raises(BuildError, match=r"\.ptx could not be kept in the cache; is the disk full\?"):
+    with pytest.raises(BuildError, match=r"\.ptx could not be written to the cache; is the disk full\?"):
         nvrtc.compile_ptx("", "x", "compute_90", csrc=root / "csrc", toolchain=known, cache=cache)
     unit = unit_of(root, is_ptx=False)
     monkeypatch.setattr(
@@ -225,7 +225,7 @@ def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_pa
     )
     monkeypatch.setattr(device, "with_dtype", lambda *_: b"")
     ptx: Any = SimpleNamespace(text=b"", log="", seconds=0.0, peak_bytes=0, cached=False)
-    with pytest.raises(BuildError, match=r"\.cubin could not be kept in the cache"):
+    with pytest.raises(BuildError, match=r"\.cubin could not be written to the cache"):
         device.finish_unit(unit, ptx, toolchain=known, cache=cache)
 
 
@@ -347,7 +347,7 @@ def test_the_host_compiler_is_new_enough_and_says_so(compiler: Callable[..., str
         toolchain._host_compiler(here)
     for version in ("clang", "", "12."):
         compiler(version)
-        with pytest.raises(BuildError, match=r"-dumpfullversion printed '.*', which is no version"):
+        with pytest.raises(BuildError, match=r"-dumpfullversion printed '.*', which is not a version"):
             toolchain._host_compiler(here)
 
 
@@ -431,7 +431,7 @@ def test_resources_are_held_against_each_limit(monkeypatch: pytest.MonkeyPatch) 
     told = f"k needs {static} bytes of static shared memory; any GPU has {static - 1}"
     assert said(static_shared=static)[0] == ("resources", told)
     own = gpu.smem_per_block_optin + 1
-    told = f"k needs {own} bytes of shared memory a block; {gpu.name} has {own - 1}"
+    told = f"k needs {own} bytes of shared memory per block; {gpu.name} has {own - 1}"
     assert said(static_shared=room + 1)[-1] == ("resources", told)
 
 

@@ -251,7 +251,7 @@ def test_the_best_of_what_a_gpu_can_load(root: Path) -> None:
             if rank is not None and (best is None or (rank, own) > best[0]):
                 best = ((rank, own), target)
         assert archs._loadable(tables.targets, here) is (best and best[1])
-    with pytest.raises(BuildError, match=r"no target serves compute capability 3\.5; known: "):
+    with pytest.raises(BuildError, match=r"no target runs on compute capability 3\.5; known: "):
         archs._best_for("35", tables)
 
 

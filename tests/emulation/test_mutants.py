@@ -258,7 +258,7 @@ def test_what_reaches_a_bug_is_asked_first_and_what_fails_anyway_is_left_out(
     words = ["--most", "0", "--reached", str(tmp_path), "--json", str(tmp_path / "found.json")]
     assert anywhere.main(words) == ExitCode.FAILED
     printed = capsys.readouterr().out
-    assert printed.count("not asked, because they fail without a bug: test_rule.py::test_anyway") == 1
+    assert printed.count("ignored, because they fail without a bug: test_rule.py::test_anyway") == 1
     assert "rules: 4 of 5 killed" in printed
     assert "survived: rule.py line 6: drop-operand: 1 + 1" in printed
     table = json.loads((tmp_path / "rules.json").read_text(encoding="utf-8"))

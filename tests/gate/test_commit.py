@@ -242,7 +242,7 @@ def test_the_last_whole_line_is_what_a_program_says(tmp_path: Path) -> None:
 def test_a_record_by_another_rule_is_named(tmp_path: Path) -> None:
     record = {"schema": history.SCHEMA, "architecture": "sm90"}
     (tmp_path / "sm90.jsonl").write_text(json.dumps(record) + "\n" + json.dumps({**record, "schema": "other"}) + "\n")
-    with pytest.raises(ReportError, match=r"sm90\.jsonl line 2 is no record of .*other"):
+    with pytest.raises(ReportError, match=r"sm90\.jsonl line 2 is not a record of .*other"):
         history.read_history(tmp_path)
     (tmp_path / "sm90.jsonl").write_text(json.dumps(record) + "\n")
     assert history.read_history(tmp_path) == {"sm90": [record]}

@@ -163,7 +163,7 @@ def test_a_draw_takes_a_quarter_of_the_cases_of_large_tests(tmp_path: Path, proc
     tens = Counter(int(name[:-1].partition("[")[2]) // 10 for name in ran if "test_together" in name)
     assert set(tens.values()) == {10}
     assert "GPU: 9 tests did not run" in done.stdout
-    assert "DRAWN: 69 cases and 6 files are other commits'" in done.stdout
+    assert "DRAWN: 69 cases and 6 files were not sampled for this commit" in done.stdout
     data = json.loads(report.read_text())["data"]
     assert (data["left_out"], data["gpu_not_run"], data["skipped"]) == (
         69,

@@ -66,7 +66,7 @@ def test_a_sound_wheel_passes_and_says_what_was_not_checked(
     assert 0.0 <= report.seconds < 600.0
     assert main(["verify", str(wheel), "--root", str(clone)]) == 0
     told = capsys.readouterr().out
-    assert "not checked  rebuilt wheel: not asked for: the compiled library" in told
+    assert "not checked  rebuilt wheel: not requested: the compiled library" in told
     assert told.rstrip().endswith("not checked: rebuilt wheel, signature")
 
 

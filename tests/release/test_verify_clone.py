@@ -127,7 +127,7 @@ def test_a_commit_without_a_version_is_named_as_none_of_ours(clone: Path, tmp_pa
     objects = Objects(clone_of(root), tmp_path / "objects.git")
     commit = objects.commit(git(root, "rev-parse", "HEAD"))
     assert commit is not None
-    with pytest.raises(VerifyError, match=f"has no {gone}, so it is no commit of flashmoe"):
+    with pytest.raises(VerifyError, match=f"has no {gone}, so it is not a commit of flashmoe"):
         expected_content(objects, commit, frozenset())
 
 

@@ -33,7 +33,7 @@ SHOWN = COMMIT[:12]
 def test_what_was_not_asked_for() -> None:
     (rebuilt,) = cli.check_rebuild(of(), None, cli.Request(), Path())
     signed = cli.check_bundle(of(), cli.Request())
-    found = "not asked for: the compiled library was compared with the wheel's own record only"
+    found = "not requested: the compiled library was compared with the wheel's own record only"
     assert told(rebuilt) == ("SKIP", found, "", "", "--rebuild, in a clone")
     step = "--bundle FILE --identity WHO --issuer WHERE"
     assert told(signed) == ("SKIP", "no bundle given: who built it is unknown", "", "", step)

@@ -328,13 +328,13 @@ class Hunt:
                     self.helpless.add(oracle)
                     what = f"take longer than {self._seconds} s" if status is None else "fail"
                     print(
-                        f"{folder.name}: its tests {what} without a bug, so they can judge nothing: {command}\n{output[-2000:]}"
+                        f"{folder.name}: its tests {what} without a bug, so they cannot tell anything: {command}\n{output[-2000:]}"
                     )
                 return is_sound, TIMED_OUT if is_sound and status is None else ""
             sound = [name for name in failed if self._is_sound(folder.alone(oracle, name), oracle, checkout, planted)]
             if sound:
                 return True, ""
-            print(f"not asked, because they fail without a bug: {', '.join(failed)}", flush=True)
+            print(f"ignored, because they fail without a bug: {', '.join(failed)}", flush=True)
             self._left_out.setdefault(oracle, set()).update(failed)
 
     def _is_sound(self, command: str, oracle: str, checkout: Path, planted: Planted) -> bool:
@@ -416,7 +416,7 @@ def judged(found: Sequence[Found], reasons: Reasons, begun: Mapping[str, int] = 
             f", {len(decided) - len(counted)} equivalent" if decided != counted else ""
         )
         why = "; ".join(f"{row.file} {row.what}" for row in counted if row.survived)
-        step = "a test for each survivor, or a line in folders.toml that says why nothing can notice it"
+        step = "add a test for each survivor, or a line in folders.toml that says why no test can notice it"
         checks.append(
             Check(name, verdict, told, f"at least {NEEDED:.0%}", why, "" if verdict is Verdict.PASS else step)
         )
@@ -443,18 +443,26 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--oracle", metavar="COMMAND", help="exits with 0 when it finds nothing wrong with the files")
     parser.add_argument("--folder", action="append", metavar="NAME", help="of folders.toml (default: all)")
     parser.add_argument(
-        "--most", type=int, default=20, metavar="N", help="bugs of each folder, drawn; 0: all (default 20)"
+        "--most", type=int, default=20, metavar="N", help="sample this many bugs of each folder; 0: all (default 20)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
-    parser.add_argument("--seconds", type=int, default=SECONDS, metavar="S", help="of one judgement; longer is a kill")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="bugs at once, each in a checkout of its own")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (default 0)")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), metavar="M", help="none is begun then; what was is decided"
+        "--seconds", type=int, default=SECONDS, metavar="S", help="limit for one test run; longer is a kill"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="bugs at once, each in its own checkout")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        metavar="M",
+        help="start no bug after this; those started are finished",
     )
     parser.add_argument(
-        "--reached", type=Path, metavar="FOLDER", help="which tests reach which lines: kept there, for the next hunt"
+        "--reached", type=Path, metavar="FOLDER", help="keep there which tests reach which lines, for the next hunt"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report; what it holds is not hunted again")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the report; bugs in an existing one are not hunted again"
+    )
     arguments = parser.parse_args(words)
     table, reasons = folders()
     if arguments.files:

@@ -34,7 +34,7 @@ def measure_distributed(
     After ``budget`` seconds no further part is started. Raises ArgumentError if torchrun did not start this process.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        msg = f"suite {suite.name} runs as one process a GPU; start it with: {START.format(name=suite.name)}"
+        msg = f"suite {suite.name} runs as one process per GPU; start it with: {START.format(name=suite.name)}"
         raise ArgumentError(msg)
     if int(os.environ["WORLD_SIZE"]) < 2:
         msg = f"suite {suite.name} needs at least two ranks; start it with: {START.format(name=suite.name)}"
@@ -43,7 +43,7 @@ def measure_distributed(
     device = torch.device("cuda", local) if wanted == "cuda" else torch.device("cpu")
     if wanted == "cuda":
         if torch.cuda.device_count() <= local:
-            msg = f"rank {local} of this host has no GPU: there are {torch.cuda.device_count()}; start as many processes as GPUs"
+            msg = f"rank {local} has no GPU; this host has {torch.cuda.device_count()}; start one process per GPU"
             raise ArgumentError(msg)
         torch.cuda.set_device(device)
     options: dict[str, Any] = {"device_id": device} if wanted == "cuda" else {}
@@ -230,7 +230,7 @@ def as_text(report: Report) -> str:
             f"  {name:<14} {value:10.3f} ms, sustained {row['sustained_ms'][name]:10.3f}  {_relative(row, name)}"
             for name, value in row["ms"].items()
         ]
-        lines.append(f"  sent {row['bytes_sent'] / 1e6:.1f} MB a rank, at least {row['bytes_least'] / 1e6:.1f}")
+        lines.append(f"  sent {row['bytes_sent'] / 1e6:.1f} MB per rank, at least {row['bytes_least'] / 1e6:.1f}")
         for rank, found in enumerate(row["overlap"]):
             share = f"messages {found['messages']:.2f} ms, {found['share']:.0%} of it hidden; computing {found['computing']:.2f}"
             lines.append(f"  rank {rank} profiled: {found['span']:.2f} ms, {share}")

@@ -109,7 +109,7 @@ def _dense_caches(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The same keys in dense caches [B, Hkv, Sk, D], as torch's attention and our dense kernels need them."""
     problem = inputs.problem
     if problem.spread != "equal":
-        msg = f"{problem.key}: the sequences differ in length or share pages, which a dense call cannot say"
+        msg = f"{problem.key}: the sequences differ in length or share pages, which a dense call does not support"
         raise ArgumentError(msg)
 
     def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ def _sdpa(inputs: Inputs) -> Prepared:
     problem = inputs.problem
     q, (k, v) = _dense_queries(inputs), _dense_caches(inputs)
     if problem != replace(problem.plain, mask=problem.mask, dropout=problem.dropout):
-        msg = f"{problem.describe_scores()[2:]}: torch's backends take a mask and dropout alone"
+        msg = f"{problem.describe_scores()[2:]}: torch's backends support only a mask and dropout"
         raise ArgumentError(msg)
     mask = inputs.mask
     is_causal = problem.causal and problem.seq_q > 1

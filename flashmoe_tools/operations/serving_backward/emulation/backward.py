@@ -184,7 +184,7 @@ def _wrong_partials(p: VarlenProblem, partials: RaggedPartials, expected: list[E
         if dq.numel() > 0:
             found += worst_element(f"partials of sequence {sequence}", dq, *own["dq"])
     if not partials.all.ranks.eq(partials.expected_ranks(p)).all():
-        found.append("not every tile that the rows of a partial see has added to it, or another one has")
+        found.append("some tile that the rows of a partial see has not added to it, or another one has")
     return found
 
 

@@ -37,7 +37,7 @@ class Scaling(RoomProblem):
     def from_key(cls, key: str) -> Scaling:
         name, _, size = key.partition("-")
         if name != cls.operation or not size.isdigit():
-            msg = f"{key!r} names no case; one is written as toy-64"
+            msg = f"{key!r} is not a case key; example: toy-64"
             raise ArgumentError(msg)
         return cls("f32", int(size))
 
