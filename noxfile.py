@@ -225,7 +225,7 @@ def emulate(session: nox.Session) -> None:
 def mutants(session: nox.Session) -> None:
     """Plant bugs in host code, the CPU backend, Python and tools, and report which the tests notice (-- --folder NAME --most 50)."""
     report = ("--json", REPORTS / "mutants.json")
-    program(session, locked(session, "test"), "flashmoe_build.emulation.mutation.anywhere", *report, *session.posargs)
+    program(session, locked(session, "test"), "flashmoe_build.emulation.mutation.repository", *report, *session.posargs)
 
 
 @nox.session

@@ -49,10 +49,10 @@ def main() -> int:
         print("interrupted; the next build continues from what was compiled", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except OSError as error:
-        told = explain_os_error(error)
-        if told is None:
+        reason = explain_os_error(error)
+        if reason is None:
             raise
-        print(f"the build stopped: {told}", file=sys.stderr)
+        print(f"the build stopped: {reason}", file=sys.stderr)
         return ExitCode.FAILED
     return ExitCode.OK
 

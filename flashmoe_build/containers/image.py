@@ -22,8 +22,8 @@ from flashmoe_tools.report import Check, Report, Verdict
 
 TARGETS = {"test": "flashmoe-test", "bench": "flashmoe-bench"}
 ENVIRONMENTS = {"test": "build test bench", "bench": "build bench"}  # needed by each target; both share test's layer
-GIVEN = "flashmoe-given:latest"  # the image that holds units compiled by the build outside
-WITHHELD = 8  # one in this many units is compiled again in the image; image_test compares the whole wheel with the one built outside
+PREBUILT = "flashmoe-given:latest"  # the image that holds units compiled by the build outside
+REBUILD_EVERY = 8  # one in this many units is compiled again in the image; image_test compares the whole wheel with the one built outside
 TIME_LIMIT = 3600  # seconds, for a stage with nothing cached
 SPACE = 20e9  # bytes that both images need while they are built: 16 GB of layers, measured, plus headroom
 # Settings of this machine's pip, uv and network that a build needs to reach the same packages.
@@ -43,10 +43,10 @@ def drawn_targets(environment: Mapping[str, str]) -> list[str]:
     return sorted(drawn(TARGETS, len(TARGETS), draw)) if draw else list(TARGETS)
 
 
-def give(docker: str, cache: Path, draw: str) -> int:
-    """Put the entries of ``cache`` into the image ``GIVEN``, except one in ``WITHHELD``; returns the number left out."""
+def import_prebuilt(docker: str, cache: Path, draw: str) -> int:
+    """Put the entries of ``cache`` into the image ``PREBUILT``, except one in ``REBUILD_EVERY``; returns the number left out."""
     entries = {path for path in cache.glob("??/*.*") if path.is_file()}
-    withheld = drawn((path.stem for path in entries), WITHHELD, draw)
+    withheld = drawn((path.stem for path in entries), REBUILD_EVERY, draw)
     with tempfile.TemporaryFile() as archive:
         with tarfile.open(fileobj=archive, mode="w") as packed:
             for path in sorted(entries):
@@ -57,7 +57,7 @@ def give(docker: str, cache: Path, draw: str) -> int:
                         packed.addfile(entry, content)
         archive.seek(0)
         subprocess.run(
-            [docker, "import", "-", GIVEN], stdin=archive, stdout=subprocess.DEVNULL, check=True, timeout=600
+            [docker, "import", "-", PREBUILT], stdin=archive, stdout=subprocess.DEVNULL, check=True, timeout=600
         )
     return len(withheld)
 
@@ -123,7 +123,7 @@ def build_images(
     docker = engine()
     require_space(docker, SPACE)
     if cache is not None:
-        data["withheld"] = give(docker, cache, os.environ.get(VARIABLE, ""))
+        data["withheld"] = import_prebuilt(docker, cache, os.environ.get(VARIABLE, ""))
         print(f"image    uses compiled units from {cache}, except {data['withheld']}", flush=True)
     with tempfile.TemporaryDirectory(prefix="flashmoe-image-") as scratch:
         folder = Path(scratch)
@@ -132,7 +132,7 @@ def build_images(
             begun = time.monotonic()
             command = build_command(
                 docker, target, context, base=base, archs=archs, secrets=secrets, network=network,
-                environments=ENVIRONMENTS["test" if "test" in targets else "bench"], given=GIVEN if cache else "",
+                environments=ENVIRONMENTS["test" if "test" in targets else "bench"], given=PREBUILT if cache else "",
             )  # fmt: skip
             run(command, f"image {target}", time_limit=TIME_LIMIT, cwd=ROOT)
             if stage:

@@ -157,8 +157,8 @@ def print_summary(runs: Runs, seconds: float) -> None:
     )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(words)
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
     if arguments.list:
         print("\n".join(kernel.label for kernel in kernels(load_tables())))
         return ExitCode.OK

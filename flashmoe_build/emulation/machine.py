@@ -160,7 +160,7 @@ class KernelLibrary:
     ) -> None:
         self._library.emulation_map_buffer(address, pointer, size, writable, initialised, name.encode())
 
-    def expect_from_grid_in_front(self, address: int) -> int:
+    def expect_from_preceding_grid(self, address: int) -> int:
         """The buffer at ``address`` is written by the preceding launch, which a dependent launch must wait for."""
         self._library.emulation_expect_from_grid_in_front(address)
         return address

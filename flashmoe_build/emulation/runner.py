@@ -41,7 +41,7 @@ class Buffer:
     tensor: torch.Tensor
     writable: bool = False
     initialised: bool = True
-    is_from_grid_in_front: bool = False  # a dependent launch must wait before it reads this
+    is_from_preceding_grid: bool = False  # a dependent launch must wait before it reads this
     is_counter: bool = False  # must be zero after the launch
     row_stride: int | None = None
     rows: Iterable[int] | None = None
@@ -61,7 +61,7 @@ class Buffer:
         flags = {"writable": self.writable, "initialised": self.initialised}
         if self.row_stride is None and self.end is None:
             address = library.add_buffer(tensor.data_ptr(), span(tensor) * size, **flags, name=name)
-            return library.expect_from_grid_in_front(address) if self.is_from_grid_in_front else address
+            return library.expect_from_preceding_grid(address) if self.is_from_preceding_grid else address
         memory = tensor.flatten()[None] if self.row_stride is None else tensor.reshape(-1, tensor.shape[-1])
         count, columns = memory.shape
         stride = self.row_stride or columns
@@ -70,8 +70,8 @@ class Buffer:
         for row in range(count) if self.rows is None else self.rows:
             address = base + (skipped + row * stride) * size
             library.map_buffer(address, memory[row].data_ptr(), columns * size, **flags, name=f"{name}, row {row}")
-            if self.is_from_grid_in_front:
-                library.expect_from_grid_in_front(address)
+            if self.is_from_preceding_grid:
+                library.expect_from_preceding_grid(address)
         return base
 
 
@@ -87,9 +87,9 @@ def output(tensor: torch.Tensor, **options: Any) -> Buffer:
     return Buffer(tensor, writable=True, initialised=False, **options)
 
 
-def in_front(tensor: torch.Tensor | None, **options: Any) -> Buffer | None:
+def preceding(tensor: torch.Tensor | None, **options: Any) -> Buffer | None:
     """A buffer written by the grid that precedes a dependent launch."""
-    return None if tensor is None else Buffer(tensor, is_from_grid_in_front=True, **options)
+    return None if tensor is None else Buffer(tensor, is_from_preceding_grid=True, **options)
 
 
 def counter(count: int = 1) -> Buffer:
@@ -106,7 +106,7 @@ class Launch:
     blocks: int  # one per tile
     words: tuple[str, ...] = ()  # values of the axes that choose the entry point
     only_block: int | None = None  # if the problem is too large to run in full
-    most_blocks: int = EMULATED_MULTIPROCESSORS  # limit for a persistent grid
+    max_blocks: int = EMULATED_MULTIPROCESSORS  # limit for a persistent grid
 
     def buffers(self) -> Iterator[tuple[str, Buffer]]:
         """The buffers by parameter name."""
@@ -203,7 +203,7 @@ def geometry(unit: Unit, launch: Launch) -> Geometry:
     """Grid, threads, shared memory and registers at launch, as the host chooses them."""
     row = unit.row
     is_cut = row.schedule == "persistent" and launch.only_block is None
-    grid = min(launch.blocks, launch.most_blocks) if is_cut else launch.blocks
+    grid = min(launch.blocks, launch.max_blocks) if is_cut else launch.blocks
     registers = min(255, 65536 // (row.threads * row.min_blocks) // 8 * 8)  # per thread, as __launch_bounds__ allows
     return Geometry(grid, row.threads, row.smem_bytes(unit.dtype), registers, launch.only_block)
 

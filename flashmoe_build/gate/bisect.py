@@ -116,7 +116,7 @@ def search(task: Search) -> tuple[str, str]:
 
 def _check_ends(task: Search, worktree: Path) -> None:
     """Judges both ends first: a search between ends that do not differ would only find noise."""
-    for commit, wanted in ((task.good, "good"), (task.bad, "bad")):
+    for commit, expected in ((task.good, "good"), (task.bad, "bad")):
         git(worktree, "checkout", "--detach", commit)
         subprocess.run(
             task.command,
@@ -127,8 +127,8 @@ def _check_ends(task: Search, worktree: Path) -> None:
             stdout=subprocess.DEVNULL,
         )
         found = task.words().get(commit, "nothing")
-        if found != wanted:
-            msg = f"{commit[:12]} was given as {wanted}, but the gate says {found}: see {task.reports / commit}.json"
+        if found != expected:
+            msg = f"{commit[:12]} was given as {expected}, but the gate says {found}: see {task.reports / commit}.json"
             raise ArgumentError(msg)
 
 

@@ -173,12 +173,12 @@ def check_versions(context: Context) -> list[Check]:
                 next_step="link without -z pack-relative-relocs",
             )
         )
-    asked = sorted({v for versions in context.facts.versions.values() for v in versions})
-    if not asked and not checks:
+    required = sorted({v for versions in context.facts.versions.values() for v in versions})
+    if not required and not checks:
         return [skipped(name, "no versioned symbol is used")]
     highest_asked = {
         family: max(
-            (v for v in asked if v.startswith(f"{family}_") and v[len(family) + 1 :][:1].isdigit()),
+            (v for v in required if v.startswith(f"{family}_") and v[len(family) + 1 :][:1].isdigit()),
             key=lambda v: version_key(v.partition("_")[2]),
             default="",
         )

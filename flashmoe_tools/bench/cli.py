@@ -48,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--index", type=Path, metavar="FOLDER", help="write a page for each report in FOLDER, and an index"
     )
-    parser.add_argument(
-        "--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="show what changed from A to B"
-    )
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="print changes from A to B")
     parser.add_argument("--fail-on", choices=("slower", "changed", "not-same"), help="exit 1 when a comparison says so")
     parser.add_argument(
         "--ratchet", type=Path, metavar="FILE.toml|FOLDER", help="check a run against the marks of its GPU, by its name"
@@ -103,7 +101,7 @@ def default_suite(device: str) -> str:
     return "cpu" if device == "cpu" or not torch.cuda.is_available() else "llm-prefill"
 
 
-def resolve_device(wanted: str, suites: list[Suite]) -> str:
+def resolve_device(requested: str, suites: list[Suite]) -> str:
     """The device of a run: the requested one, else cuda if there is one and the suites allow it."""
     import torch
 
@@ -111,15 +109,15 @@ def resolve_device(wanted: str, suites: list[Suite]) -> str:
     if not allowed:
         msg = f"the suites {', '.join(suite.name for suite in suites)} have no device in common; run them one by one"
         raise ArgumentError(msg)
-    if wanted == "auto":
-        wanted = "cuda" if "cuda" in allowed and torch.cuda.is_available() else allowed[0]
-    if wanted not in allowed:
-        msg = f"this suite runs on {' or '.join(allowed)}, not on {wanted}"
+    if requested == "auto":
+        requested = "cuda" if "cuda" in allowed and torch.cuda.is_available() else allowed[0]
+    if requested not in allowed:
+        msg = f"this suite runs on {' or '.join(allowed)}, not on {requested}"
         raise ArgumentError(msg)
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if requested == "cuda" and not torch.cuda.is_available():
         msg = "no CUDA GPU that torch can use; `python -m flashmoe doctor` says why; --device cpu runs the CPU suites"
         raise DeviceError(msg)
-    return wanted
+    return requested
 
 
 def merge(suites: list[Suite]) -> Suite:

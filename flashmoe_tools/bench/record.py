@@ -40,8 +40,8 @@ def cell_record(cell: Cell, ours: set[str], baseline: str, ceilings: CeilingRate
         },
         "telemetry": summarise(cell.readings),
         **({"load": loads} if (loads := _loads(cell)) else {}),
-        **({"yardsticks": {name: one.to_json() for name, one in cell.yardsticks.items()}} if cell.yardsticks else {}),
-        **summarise_cell(cell.case, blocks, ours, baseline, ceilings, cell.yardsticks),
+        **({"yardsticks": {name: one.to_json() for name, one in cell.references.items()}} if cell.references else {}),
+        **summarise_cell(cell.case, blocks, ours, baseline, ceilings, cell.references),
     }
     result: dict[str, Any] = finite(record)
     return result
@@ -158,8 +158,8 @@ def quiet_check(device: str, cpu_busy: float | None, gpu_busy: float | None) -> 
     return Check(QUIET, Verdict.WARN, found, f"at most {limit:.0%}", why, "repeat when nothing else runs")
 
 
-def effective_baseline(names: Sequence[str], ours: set[str], wanted: str) -> str:
+def effective_baseline(names: Sequence[str], ours: set[str], requested: str) -> str:
     """The suite's baseline if it takes part, else the first contender that is not ours."""
-    if wanted in names:
-        return wanted
+    if requested in names:
+        return requested
     return next((name for name in names if name not in ours), "")

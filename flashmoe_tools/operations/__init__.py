@@ -99,7 +99,7 @@ class Problem(Protocol):
         """The problems in one table of a suite's ``cases``; ``where`` names the table in errors (fields.SuiteError)."""
 
 
-class RoomProblem:
+class ProblemBase:
     """Base of all problems: their fields as JSON, and inputs and reference from the package's ``reference.py``."""
 
     operation: ClassVar[str]

@@ -162,10 +162,7 @@ def check_host(content: Content) -> Check:
     own = [f"g++ {text.rsplit(' ', 1)[-1]}" for text in notes]
     name, shown = "platform and host compiler", f"{stated.platform}, {stated.cxx}"
     if stated.platform != content.machine or stated.cxx not in own:
-        why, step = (
-            "The record states something that the file does not confirm, so it was edited.",
-            "do not install this file",
-        )
+        why, step = "The record contradicts the file, so it was edited.", "do not install this file"
         expected = f"{content.machine}, {' or '.join(own) or 'a compiler'}, as in the library"
         return Check(name, Verdict.FAIL, shown, expected, why, step)
     further = sorted({*stated.record, *stated.compilers} - {*FIELDS, *PINNED, "cxx"})

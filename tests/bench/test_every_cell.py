@@ -291,12 +291,12 @@ def test_pairs(names: str, ours: str, baseline: str, pairs: str) -> None:
 def test_a_summary_of_a_cell() -> None:
     report = synthetic_report("latency", timing="graph", wrong="sdpa-cudnn")
     cell = {**report.data["cells"][0], "skipped": "s", "load": {"flashmoe": {"power": 1.0}}}
-    kept = summaries._kept(cell)
+    kept = summaries._cell(cell)
     assert (kept["skipped"], kept["load"], kept["unsupported"]) == ("s", cell["load"], cell["unsupported"])
     assert kept["contenders"]["sdpa-cudnn"] == {"max_error": 0.7, "reason": "max error 0.7"}
     assert set(kept["contenders"]["flashmoe"]) == {"median_us", "interval_us", "max_error"}
     assert (kept["samples"], kept["blocks"]) == (30, 10)
-    bare = summaries._kept({**cell, "skipped": "", "load": {}, "unsupported": {}, "summaries": {}, "comparisons": []})
+    bare = summaries._cell({**cell, "skipped": "", "load": {}, "unsupported": {}, "summaries": {}, "comparisons": []})
     assert set(bare) == {"case", "timing", "samples", "blocks", "contenders", "comparisons"}
     assert (bare["samples"], bare["blocks"]) == (0, 0)
 
@@ -371,7 +371,7 @@ def test_a_yardstick_of_two_has_one_reference(monkeypatch: pytest.MonkeyPatch) -
     reference: Any = SimpleNamespace(tolerance=0.1)
     admitted = runner._admit(cell, [one, replace(one, name="b"), plain], None, reference, print)  # type: ignore[arg-type]
     assert [each.contender.name for each in admitted] == ["a", "b", "c"]
-    assert (len(made), judged, list(cell.yardsticks)) == (1, ["its own", "its own", reference], ["a", "b"])
+    assert (len(made), judged, list(cell.references)) == (1, ["its own", "its own", reference], ["a", "b"])
 
 
 def test_rows_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,12 +156,12 @@ def test_a_ratio_that_json_cannot_say(bounds: tuple[float | None, float | None])
 
 
 def test_a_quick_run_has_the_quick_parts_and_all_where_none_is() -> None:
-    parts = tuple(SimpleNamespace(key=key) for key in "ab")
+    workloads = tuple(SimpleNamespace(key=key) for key in "ab")
     cases = tuple(SimpleNamespace(key=key) for key in "cd")
-    made = suites.Suite("mine", "", cases, parts=parts)  # type: ignore[arg-type]
+    made = suites.Suite("mine", "", cases, workloads=workloads)  # type: ignore[arg-type]
     for keys, left in (("a", ("a", "cd")), ("d", ("ab", "d")), ("", ("ab", "cd")), ("bc", ("b", "c"))):
         quick = replace(made, quick_keys=frozenset(keys)).quick()
-        assert ("".join(one.key for one in quick.parts), "".join(one.key for one in quick.cases)) == left
+        assert ("".join(one.key for one in quick.workloads), "".join(one.key for one in quick.cases)) == left
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def test_a_row_that_does_not_compile_says_which_and_why(
 
 def test_a_compiler_of_host_code_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(host, "HOST_TIME_LIMIT", 0.1)
+        patch.setattr(host, "TIME_LIMIT", 0.1)
         with pytest.raises(BuildError, match=r"a.cpp: sleep did not finish within 0\.1 s"):
             host._run(["sleep", "5"], "a.cpp", tmp_path)
     with pytest.raises(BuildError, match=r"a.cpp: false ended with 1"):

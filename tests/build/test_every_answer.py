@@ -93,10 +93,10 @@ def test_an_assembler_that_fails(monkeypatch: pytest.MonkeyPatch, status: int, t
 )
 def test_where_a_binary_lies(is_ptx: bool, output: bytes, size: int) -> None:
     one: Any = SimpleNamespace(unit=SimpleNamespace(target=SimpleNamespace(is_ptx=is_ptx)), output=output, sha256="h")
-    blob, placed = host.place([one, one])
+    blob, placed = host.layout_blob([one, one])
     assert [(each.offset, each.size) for each in placed] == [(0, len(output)), (64, len(output))]
     assert blob == (output + b"\0" * (64 - len(output)) + output).ljust(64 + size, b"\0")
-    assert host.place([]) == (b"", [])
+    assert host.layout_blob([]) == (b"", [])
 
 
 @pytest.mark.parametrize("version", ["11.4.0", "12", "13.0.1"])

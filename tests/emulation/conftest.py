@@ -73,7 +73,7 @@ class Machine:
             size=size,
         )
         if is_dependent:
-            self.library.expect_from_grid_in_front(params.input)
+            self.library.expect_from_preceding_grid(params.input)
         geometry = Geometry(grid, threads, shared, registers)
         report = self.library.launch(name, (ctypes.addressof(params),), geometry, settings or Settings())
         self.library.clear_buffers()

@@ -341,9 +341,7 @@ def test_the_slowest_case_may_be_of_any_operation() -> None:
     case = slowest_case(synthetic_report("llm-train", speeds={"flashmoe": 0.2, "sdpa-flash": 0.5}).data)
     assert case.operation == "attention_backward"
     assert problem_from_key(case.key) == case
-    with pytest.raises(
-        ArgumentError, match=r"'x' is not a case key; an example for each operation: .*backward-.*step-"
-    ):
+    with pytest.raises(ArgumentError, match=r"'x' is not a case key; an example .*: .*backward-.*step-"):
         problem_from_key("x")
 
 

@@ -74,16 +74,16 @@ def test_a_draw_gives_the_image_compiled_units_but_a_sample(tmp_path: Path) -> N
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(key)
             path.chmod(0o600)  # as the cache writes them: the image has a different user
-    docker.write_text(f'#!/bin/sh\n[ "$*" = "import - {image.GIVEN}" ] && exec cat >"{got}"\n')
+    docker.write_text(f'#!/bin/sh\n[ "$*" = "import - {image.PREBUILT}" ] && exec cat >"{got}"\n')
     docker.chmod(0o755)
     for draw in ("one", "another"):
-        withheld = image.give(str(docker), cache, draw)
+        withheld = image.import_prebuilt(str(docker), cache, draw)
         with tarfile.open(got) as packed:
             given = {member.name: member.mode for member in packed.getmembers()}
         assert set(given.values()) == {0o644}
         assert {f"{name.removesuffix('.cubin')}.json" for name in given if name.endswith(".cubin")} <= given.keys()
-        assert {key for key in keys if f"{key[:2]}/{key}.cubin" not in given} == drawn(keys, image.WITHHELD, draw)
-        assert withheld == len(keys) // image.WITHHELD == len(keys) - len(given) // 2
+        assert {key for key in keys if f"{key[:2]}/{key}.cubin" not in given} == drawn(keys, image.REBUILD_EVERY, draw)
+        assert withheld == len(keys) // image.REBUILD_EVERY == len(keys) - len(given) // 2
     command = image.build_command("docker", "test", tmp_path, base=None, archs="75", secrets={}, network="", given="g")
     assert "COMPILED=g" in command
     assert {image.drawn_targets({"FLASHMOE_DRAW": draw})[0] for draw in "abcdef"} == set(image.TARGETS)

@@ -146,7 +146,7 @@ def trial(unit: Unit, p: E4m3Problem) -> Trial:
         "head_dim_v": shape.head_dim,
         "q": p.placed(p.laid_out(q.codes)),
         "k": p.placed(p.laid_out(k.codes)),
-        "v": Buffer(v_rows, is_from_grid_in_front=True),
+        "v": Buffer(v_rows, is_from_preceding_grid=True),
         "v_stride": {"batch": 0, "head": 0, "row": 0},
         "out": p.placed(out, is_output=True),
         "lse": output(lse) if p.wants_lse else None,

@@ -88,7 +88,7 @@ def trial(unit: Unit, p: Fp8Problem) -> Trial:
     coded = replace(tensors, q=q, k=k, v=v)
     lse = torch.full(tensors.statistics(p), NAN)
     forward = values_of(p, coded, lse, tile_counter=counter() if p.has_counter else None)
-    forward["v"] = Buffer(blocks, is_from_grid_in_front=True)
+    forward["v"] = Buffer(blocks, is_from_preceding_grid=True)
     forward["v_stride"] = {"batch": 0, "head": 0, "row": 0}
     values = {
         "forward": forward,

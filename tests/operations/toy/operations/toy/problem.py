@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.operations import RoomProblem, fields
+from flashmoe_tools.operations import ProblemBase, fields
 
 
 @dataclass(frozen=True)
-class Scaling(RoomProblem):
+class Scaling(ProblemBase):
     operation: ClassVar[str] = "toy"
 
     dtype: str
