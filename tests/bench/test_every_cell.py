@@ -115,17 +115,17 @@ def test_marks_that_are_proposed(busy: bool, ours: bool) -> None:
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-@pytest.mark.parametrize(("text", "told"), [("", "ValueError: "), (" \none\ntwo", "ValueError: one")])
-def test_a_refusal(is_ours: bool, text: str, told: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [("", "ValueError: "), (" \none\ntwo", "ValueError: one")])
+def test_a_refusal(is_ours: bool, text: str, message: str) -> None:
     cell = runner.Cell(None)  # type: ignore[arg-type]
     right = Verification(True, 0.0, 0.1, None, 1.0, "")
     cell.verified["a"] = right
     runner._refused(cell, SimpleNamespace(name="a", ours=is_ours), ValueError(text), 0.25)  # type: ignore[arg-type]
     if is_ours:
         wrong = cell.verified["a"]
-        assert (wrong.passed, wrong.tolerance, wrong.reason, cell.unsupported) == (False, 0.25, told, {})
+        assert (wrong.passed, wrong.tolerance, wrong.reason, cell.unsupported) == (False, 0.25, message, {})
     else:
-        assert (cell.verified, cell.unsupported) == ({}, {"a": told})
+        assert (cell.verified, cell.unsupported) == ({}, {"a": message})
 
 
 @pytest.mark.parametrize("absent", [{}, {"mine": "gone"}, {"theirs": "gone"}, {"mine": "gone", "theirs": "gone"}])
@@ -168,9 +168,9 @@ def test_what_is_told_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(session, "cpu_busy", lambda: 0.9)
-    asked: list[Any] = []
+    requested: list[Any] = []
     silent = SimpleNamespace(limits=lambda: {"power_limit": 700.0}, reason="", busy=lambda: 0.5)
-    monkeypatch.setattr(session.Telemetry, "of_gpu", lambda *of: asked.append(of) or silent)
+    monkeypatch.setattr(session.Telemetry, "of_gpu", lambda *of: requested.append(of) or silent)
     run = session.Session.__new__(session.Session)
     for device, family in (("cuda", "sm80"), ("cpu", "")):
         monkeypatch.setenv("FLASHMOE_KERNEL", family)
@@ -185,7 +185,7 @@ def test_what_is_told_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         if gpu:
             assert (gpu["name"], gpu["capability"], gpu["l2_bytes"], gpu["power_limit"]) == ("G", "9.0", None, 700.0)
             assert run.environment["telemetry"] == "NVML"
-    assert asked == [("u", 1)]
+    assert requested == [("u", 1)]
 
 
 @pytest.mark.parametrize(

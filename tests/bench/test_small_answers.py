@@ -79,9 +79,9 @@ def test_an_interval_that_says_nothing_gives_no_rates(
     found = SimpleNamespace(interval=Interval(low, 3000.0, "t"), blocks=blocks, **numbers)
     monkeypatch.setattr(summary, "locate", lambda *_, **__: found)
     monkeypatch.setattr(summary, "rates", lambda case, median, interval, ceilings: {"given": interval})
-    told = summary.timing_summary(None, None, None)  # type: ignore[arg-type]
-    assert told["given"] == ((low, 3000.0) if has_interval else None)
-    assert told["interval_us"] == [low / 1e3, 3.0]
+    message = summary.timing_summary(None, None, None)  # type: ignore[arg-type]
+    assert message["given"] == ((low, 3000.0) if has_interval else None)
+    assert message["interval_us"] == [low / 1e3, 3.0]
 
 
 def test_the_bytes_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,17 +165,17 @@ def test_a_quick_run_has_the_quick_parts_and_all_where_none_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         ({"gpu": {"name": "G"}, "processor": "P"}, "G"),
         ({"gpu": None, "processor": "P"}, "P"),
         ({"processor": "P"}, "P"),
     ],
 )
-def test_the_device_of_a_report(environment: dict[str, Any], told: str) -> None:
+def test_the_device_of_a_report(environment: dict[str, Any], message: str) -> None:
     here, other = (Report("bench", (), environment=given) for given in (environment, {"processor": "Q"}))
     (check,) = compare._environment_checks(here, other)
-    assert (check.found, check.verdict) == (f"A on {told}, B on Q", Verdict.WARN)
+    assert (check.found, check.verdict) == (f"A on {message}, B on Q", Verdict.WARN)
     assert compare._environment_checks(here, here) == []
 
 

@@ -77,10 +77,10 @@ def test_a_front_end_that_fails(
     assert 0.0 <= said["seconds"] < 60.0
 
 
-@pytest.mark.parametrize(("status", "told"), [(-9, "did not finish within 600 s"), (2, "ended with 2")])
-def test_an_assembler_that_fails(monkeypatch: pytest.MonkeyPatch, status: int, told: str) -> None:
+@pytest.mark.parametrize(("status", "message"), [(-9, "did not finish within 600 s"), (2, "ended with 2")])
+def test_an_assembler_that_fails(monkeypatch: pytest.MonkeyPatch, status: int, message: str) -> None:
     monkeypatch.setattr(ptxas, "_run", lambda *_: (status, " words ", 0))
-    with pytest.raises(BuildError, match=f"^u: ptxas for sm_80 {told}\nwords$"):
+    with pytest.raises(BuildError, match=f"^u: ptxas for sm_80 {message}\nwords$"):
         ptxas.assemble(b"", "u", "sm_80", SimpleNamespace(ptxas="p"))  # type: ignore[arg-type]
     monkeypatch.setattr(ptxas, "_run", lambda command, _: (Path(command[-1]).write_bytes(b"made") - 4, "log", 7))
     done = ptxas.assemble(b"", "u", "sm_80", SimpleNamespace(ptxas="p"))  # type: ignore[arg-type]

@@ -185,8 +185,8 @@ def test_each_state_of_a_machine(
 ) -> None:
     check = look(name, **changes)
     assert check.verdict is verdict, check
-    told = "\n".join((check.found, check.expected, check.why, check.next_step))
-    assert [word for word in words if word not in told] == []
+    message = "\n".join((check.found, check.expected, check.why, check.next_step))
+    assert [word for word in words if word not in message] == []
     assert check.next_step or verdict is not FAIL
 
 

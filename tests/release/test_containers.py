@@ -253,20 +253,20 @@ def fake_programs(folder: Path, refuses: str = "") -> Path:
 
 
 @pytest.mark.parametrize(
-    ("refuses", "said"),
+    ("refuses", "message"),
     [
         ("start", "the engine did not come up: no iptables"),
         ("import", "the engine cannot unpack an image: remount /: invalid argument"),
         ("run", "the engine cannot run a container: unshare: operation not permitted"),
     ],
 )
-def test_an_engine_that_cannot_run_anything_is_not_run(tmp_path: Path, refuses: str, said: str) -> None:
+def test_an_engine_that_cannot_run_anything_is_not_run(tmp_path: Path, refuses: str, message: str) -> None:
     """The errors in an unprivileged container and in a chroot that is not a mount point. The engine that was started is ended."""
     started = fake_programs(tmp_path, refuses)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([tmp_path / "ci/images"], env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (3, "")
-    assert f"images: NOT RUN (not passed): {said}" in done.stdout
+    assert f"images: NOT RUN (not passed): {message}" in done.stdout
     if started.exists():
         with pytest.raises(ProcessLookupError):
             os.kill(int(started.read_text()), 0)

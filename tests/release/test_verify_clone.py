@@ -107,8 +107,8 @@ def test_a_commit_without_what_a_build_needs_is_none_of_ours(
     stamp = int(git(root, "log", "-1", "--format=%ct"))
     wheel = make_wheel(commit=git(root, "rev-parse", "HEAD"), source_date_epoch=stamp)
     assert main(["verify", str(wheel), "--root", str(root)]) == 1
-    told = capsys.readouterr()
-    assert gone in told.out + told.err
+    message = capsys.readouterr()
+    assert gone in message.out + message.err
 
 
 def test_a_clone_without_the_commits_tree_is_told(clone: Path, tmp_path: Path) -> None:
