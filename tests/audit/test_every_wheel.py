@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_every_check import _context, _elf, _symbol, message
+from test_every_check import _context, _elf, _symbol, told
 from test_every_name import _wants
 
 from flashmoe_tools.audit import (
@@ -242,7 +242,7 @@ def test_what_is_said_of_a_needed_shim(monkeypatch: pytest.MonkeyPatch) -> None:
         "shims_for",
         lambda _: SimpleNamespace(version="2.10.0", library={"aoti_torch_a": "libtorch_cpu.so"}),
     )
-    assert message(torch_symbols.check_shims(_wants("aoti_torch_a"))) == [
+    assert told(torch_symbols.check_shims(_wants("aoti_torch_a"))) == [
         ("FAIL", "shim library: libtorch_cpu.so", "needed: nothing")
     ]
 
@@ -258,7 +258,7 @@ def _of(header: str, *members: str, platform: str = "linux_x86_64", python: str 
     (("1.1", "1.1"), ("FAIL", "1.1, 1.1")), (("1.x",), ("FAIL", "1.x")),
 ])  # fmt: skip
 def test_versions_of_the_format(stated: tuple[str, ...], expected: tuple[str, str] | None) -> None:
-    found = message(wheels.check_versions(_of("".join(f"Wheel-Version: {value}\n" for value in stated))))
+    found = told(wheels.check_versions(_of("".join(f"Wheel-Version: {value}\n" for value in stated))))
     assert [(verdict, words) for verdict, _, words in found] == ([expected] if expected else [])
 
 
@@ -275,10 +275,10 @@ def test_versions_of_the_format(stated: tuple[str, ...], expected: tuple[str, st
 def test_tags_of_a_wheel(platform: str, python: str, header: str, machine: str, symbol: str, words: list[str]) -> None:
     stated = header if "Tag" in header else f"Tag: {python}-{platform}\n{header}"
     facts = {"p/_C.so": _elf(machine=machine, dynamic=(_symbol(symbol, False),))}
-    found = message(wheels.check_tag(_of(stated, platform=platform, python=python), facts))
+    found = told(wheels.check_tag(_of(stated, platform=platform, python=python), facts))
     assert [line for word, (_, _, line) in zip(words, found, strict=len(words) > 0) if word not in line] == []
     assert words or found == [("PASS", "wheel tag", f"{python}-{platform}")]
-    (wrong,) = message(wheels.check_tag(SimpleNamespace(path=Path("a.whl"), metadata={"WHEEL": ""}), {}))  # type: ignore[arg-type]
+    (wrong,) = told(wheels.check_tag(SimpleNamespace(path=Path("a.whl"), metadata={"WHEEL": ""}), {}))  # type: ignore[arg-type]
     assert wrong == ("FAIL", "wheel tag", "a.whl")
 
 
@@ -290,7 +290,7 @@ def test_tags_of_a_wheel(platform: str, python: str, header: str, machine: str, 
     (("a-1.data/scripts/p/a.py", "p/a.py"), []), (("a-1.data/x", "a-1.data/platlib/b", "b"), ["data folder", "installed twice: b"]),
 ])  # fmt: skip
 def test_places_of_members(members: tuple[str, ...], words: list[str]) -> None:
-    assert [name for _, name, _ in message(wheels.check_places(_of("", *members)))] == words
+    assert [name for _, name, _ in told(wheels.check_places(_of("", *members)))] == words
 
 
 @pytest.mark.parametrize(("lines", "found"), [
@@ -309,7 +309,7 @@ def test_lines_of_the_record(lines: str, found: str) -> None:
         if found
         else ("PASS", "wheel record", "2 members, every sha256 matches")
     )
-    assert message(wheels.check_record(wheel)) == [expected]
+    assert told(wheels.check_record(wheel)) == [expected]
 
 
 def test_names_of_inputs(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_names_of_inputs(tmp_path: Path) -> None:
 def test_symbol_tables_and_other_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
     table = symbols.check_symbol_table
     rows = [(True, (), "PASS"), (False, (), "PASS"), (True, None, "FAIL"), (False, None, "WARN")]
-    assert [message(table(_context(ours, static=static)))[0][0] for ours, static, _ in rows] == [
+    assert [told(table(_context(ours, static=static)))[0][0] for ours, static, _ in rows] == [
         verdict for *_, verdict in rows
     ]
     monkeypatch.setattr(lookup, "python_exports", frozenset)
