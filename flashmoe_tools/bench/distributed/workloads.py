@@ -1,4 +1,4 @@
-"""The parts of the multi-GPU suite: attention over sharded sequences, and experts spread over ranks."""
+"""The workloads of the multi-GPU suite: attention over sharded sequences, and experts spread over ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ _FLAGS = {"attention": (), "experts": ("backward", "codes", "skewed")}
 
 
 def parse_workloads(rows: Any, source: str) -> tuple[tuple[Workload, ...], frozenset[str]]:
-    """The parts in a suite's ``[[parts]]``, and the keys of those in the quick run. A wrong field is a SuiteError."""
+    """The workloads in a suite's ``[[parts]]``, and the keys of those in the quick run. A wrong field is a SuiteError."""
     if not isinstance(rows, list) or not rows:
         fields.fail(source, "parts", rows, "at least one [[parts]] table")
     found, quick = [], set()
