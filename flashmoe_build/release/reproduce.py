@@ -25,7 +25,7 @@ from flashmoe.errors import ExitCode
 from flashmoe_build.compile.archs import VARIABLES
 from flashmoe_build.program import ROOT, Stopwatch, ending, finish, run
 from flashmoe_build.release import independent
-from flashmoe_build.release.environments import OTHER_USER, BuildEnvironment, check_out
+from flashmoe_build.release.build_environment import OTHER_USER, BuildEnvironment, check_out
 from flashmoe_build.release.version import find_commit
 from flashmoe_tools.bench.stopping import stop_signals
 from flashmoe_tools.report import Check, Report, Verdict

@@ -17,14 +17,14 @@ def check_torch_symbols(context: Context) -> list[Check]:
     given = [s.name for s in context.facts.exported if is_torch(s.name)] if context.ours else []
     if not required and not given:
         local = sum(is_torch(n) for n in context.facts.defined_names)
-        return [passed("torch C++ symbols", f"none wanted, none exported ({local} header-only ones stayed local)")]
+        return [passed("torch C++ symbols", f"none required, none exported ({local} header-only ones stayed local)")]
     names = demangle([*required, *given])
     checks = []
     if required:
         checks.append(
             failed(
                 "torch C++ symbols",
-                found=f"{len(required)} wanted: {listing(names[n] for n in required)}",
+                found=f"{len(required)} required: {listing(names[n] for n in required)}",
                 expected="none: only the stable C shims (aoti_torch_*, torch_*)",
                 why="C++ symbols of torch change between releases, so the file works only with the torch it was built for.",
                 cause=f"sources include torch's C++ headers (namespaces {', '.join(sorted({root(n) for n in required}))})",

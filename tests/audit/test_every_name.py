@@ -145,10 +145,10 @@ def test_weak_names_that_may_stay_open() -> None:
 
 def test_names_of_torch() -> None:
     check, weak = torch_symbols.check_torch_symbols, _symbol(ABS, False, "weak")
-    stays = [("PASS", "torch C++ symbols", "none wanted, none exported (1 header-only ones stayed local)")]
+    stays = [("PASS", "torch C++ symbols", "none required, none exported (1 header-only ones stayed local)")]
     assert told(check(_wants("f", _symbol(ABS)))) == told(check(_wants(ours=True, static=(_symbol(ABS),)))) == stays
     assert told(check(_wants(_symbol(ABS), ours=True))) == [("FAIL", "torch C++ symbols exported", "1 exported: at::abs(at::Tensor const&)")]  # fmt: skip
-    wanted = ("FAIL", "torch C++ symbols", "1 wanted: at::abs(at::Tensor const&)")
+    wanted = ("FAIL", "torch C++ symbols", "1 required: at::abs(at::Tensor const&)")
     there = ("PASS", "resolves against the installed torch", "all 1 are exported by torch 2.10.0: it imports with this one")  # fmt: skip
     assert told(check(_wants(weak))) == told(check(_wants(ABS, gives=(ABS,)))) == [wanted, there]
     lost = ("FAIL", "not in torch 2.10.0: at::abs(at::Tensor const&)", f"at::abs(at::Tensor const&) is undefined [{ABS}]")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The calls that each part times once they are checked: flashmoe on several GPUs, on one GPU, and torch's equivalent."""
+"""The calls that each workload times once they are checked: flashmoe on several GPUs, on one GPU, and torch's equivalent."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

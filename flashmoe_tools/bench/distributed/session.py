@@ -31,7 +31,7 @@ def measure_distributed(
 ) -> Report | None:
     """Measures the suite; returns the report on rank 0 and None on the others.
 
-    After ``budget`` seconds no further part is started. Raises ArgumentError if torchrun did not start this process.
+    After ``budget`` seconds no further workload is started. Raises ArgumentError if torchrun did not start this process.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         msg = f"suite {suite.name} runs as one process per GPU; start it with: {START.format(name=suite.name)}"
@@ -135,7 +135,7 @@ def _of_linear(times: dict[str, float], size: int) -> float:
 
 
 def problem_of(work: AttentionWorkload) -> Attention:
-    """The part as the paper model describes it."""
+    """The workload as the paper model describes it."""
     squares = sum((b - a) ** 2 for a, b in pairwise(work.ends())) if work.sequences else 0
     return Attention(work.length, work.heads, work.heads_kv, work.head_dim, squares)
 

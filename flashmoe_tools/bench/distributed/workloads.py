@@ -103,5 +103,5 @@ def _workload(row: Mapping[str, Any], where: str) -> Workload:
         if isinstance(row[bar], bool) or not isinstance(row[bar], (int, float)):
             fields.fail(where, bar, row[bar], "a number")
         values[bar] = float(row[bar])
-    part: Workload = make(**values)
-    return part
+    work: Workload = make(**values)
+    return work
