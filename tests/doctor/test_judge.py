@@ -174,7 +174,7 @@ CASES: list[tuple[str, dict[str, object], Verdict, tuple[str, ...]]] = [
     ("several GPUs", {"driver": TWO, "links": Links(unreachable=((0, 1), (1, 0)))}, WARN, ("no peer access from 0 to 1, 1 to 0", "host's memory")),
     ("several GPUs", {"driver": TWO, "links": Links(peers_problem="CUDA error 3")}, WARN, ("peer access unknown (CUDA error 3)", "did not report")),
     ("several GPUs", {"driver": TWO, **probe(nccl=""), "links": Links(topology_problem="no nvidia-smi")}, WARN, (
-        "topology unknown (no nvidia-smi)", "NCCL alone",
+        "topology unknown (no nvidia-smi)", "only through NCCL",
     )),
 ]  # fmt: skip
 

@@ -240,7 +240,7 @@ def test_the_report_of_a_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     )
     assert report.data["last_good"] == (f"{first_bad}-parent" if first_bad else "")
     (tmp_path / bisect.one_commit.WORDS).unlink()
-    assert bisect.report_of(search, "", "", "", 0.0).checks[0].why.endswith("judged: none was needed")
+    assert bisect.report_of(search, "", "", "", 0.0).checks[0].why.endswith("tested: none was needed")
 
 
 @pytest.mark.parametrize(

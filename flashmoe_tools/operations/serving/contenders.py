@@ -47,11 +47,11 @@ def _flashmoe(inputs: Inputs, **options: Any) -> Prepared:
     if inputs.mask is not None:
         return _dense(inputs)
     if problem.page_size and _has_equal_rows(inputs):
-        q, options = _dense_queries(inputs), _score_options(inputs)
+        q, scores = _dense_queries(inputs), _score_options(inputs)
         k, v = inputs.codes or (inputs.k, inputs.v)
         if inputs.codes is not None:
             scale = torch.full((problem.heads_kv,), CODE_SCALE, device=q.device)
-            options |= {"k_scale": scale, "v_scale": scale}
+            scores |= {"k_scale": scale, "v_scale": scale}
 
         def decode() -> torch.Tensor:
             out: torch.Tensor = flashmoe.attention_with_kvcache(
@@ -61,7 +61,7 @@ def _flashmoe(inputs: Inputs, **options: Any) -> Prepared:
                 cache_seqlens=inputs.seqused_k,
                 block_table=inputs.block_table,
                 scale=inputs.scale,
-                **options,
+                **scores,
                 **options,
             )
             return out
@@ -91,14 +91,14 @@ def _flashmoe_ragged(inputs: Inputs) -> Prepared:
     keys = {"seqused_k": inputs.seqused_k, "block_table": inputs.block_table} if is_paged else {}
     cu_seqlens_k = None if is_paged else inputs.cu_seqlens_k
     longest = (max(problem.lengths_q), max(problem.lengths_k))
-    options = _score_options(inputs)
+    scores = _score_options(inputs)
 
     def both(*, return_lse: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return flashmoe.attention_varlen(  # type: ignore[call-overload,no-any-return]
             *(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, cu_seqlens_k, *longest),
             scale=inputs.scale,
             return_lse=return_lse,
-            **options,
+            **scores,
             **keys,
         )
 
