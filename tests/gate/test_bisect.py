@@ -142,7 +142,7 @@ def test_a_commit_that_does_not_build_is_skipped(
     [
         (6, 8, "was given as good, but the gate says bad"),
         (0, 5, "was given as bad, but the gate says good"),
-        (6, 0, "no ancestor"),
+        (6, 0, "not an ancestor"),
     ],
 )
 def test_ends_that_are_not_as_named_are_refused(
