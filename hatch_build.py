@@ -1,4 +1,4 @@
-"""Hatchling's hooks: the library of a wheel, the commit of an sdist, the version and the long description of both."""
+"""Hatchling's hooks: the library in a wheel, the commit in an sdist, the version and long description of both."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if str(ROOT) not in sys.path:
 
 
 def project_version() -> str:
-    """What pyproject.toml has hatchling ask for the version."""
+    """The version; hatchling calls this because pyproject.toml names it."""
     from flashmoe_build.release import version
 
     return version.project_version(ROOT)
 
 
 class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Puts the compiled library, its provenance and the tables into the wheel."""
+    """Adds the compiled library, its provenance and the tables to a wheel, and the commit to an sdist."""
 
     PLUGIN_NAME = "custom"
 
@@ -67,7 +67,7 @@ class FlashmoeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
 
 class FlashmoeMetadataHook(MetadataHookInterface):
-    """README.md as the long description: its links lead into the repository, at the tag of this version."""
+    """README.md as the long description, with links into the repository at this version's tag."""
 
     PLUGIN_NAME = "custom"
 

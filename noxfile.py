@@ -65,7 +65,7 @@ def wheel_file(session: nox.Session) -> Path:
 def newest_wheel(session: nox.Session) -> Path:
     wheels = sorted((ROOT / "dist").glob(f"{WHEEL_PREFIX}*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
-        session.error("dist/ holds no wheel; run ./nox -s build")
+        session.error("dist/ contains no wheel; run ./nox -s build")
     return wheels[-1]
 
 
@@ -225,7 +225,7 @@ def emulate(session: nox.Session) -> None:
 def mutants(session: nox.Session) -> None:
     """Plant bugs in host code, the CPU backend, Python and tools, and report which the tests notice (-- --folder NAME --most 50)."""
     report = ("--json", REPORTS / "mutants.json")
-    program(session, locked(session, "test"), "flashmoe_build.emulation.mutation.anywhere", *report, *session.posargs)
+    program(session, locked(session, "test"), "flashmoe_build.emulation.mutation.repository", *report, *session.posargs)
 
 
 @nox.session

@@ -18,7 +18,7 @@ def main() -> int:
         "--archs", help="all, native, none, or a list such as 90a,80 (default: FLASHMOE_ARCHS, FA_ARCHS, all)"
     )
     parser.add_argument(
-        "--platform", choices=PLATFORMS, help="what the host code is for (default: FLASHMOE_PLATFORM, this machine)"
+        "--platform", choices=PLATFORMS, help="the platform of the host code (default: FLASHMOE_PLATFORM, this machine)"
     )
     parser.add_argument("--library-only", action="store_true", help="stop after build/lib/libflashmoe.so")
     parser.add_argument(
@@ -46,13 +46,13 @@ def main() -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.FAILED
     except KeyboardInterrupt:
-        print("interrupted; what was compiled is kept, and the next build goes on from there", file=sys.stderr)
+        print("interrupted; the next build continues from what was compiled", file=sys.stderr)
         return ExitCode.INTERRUPTED
     except OSError as error:
-        told = explain_os_error(error)
-        if told is None:
+        reason = explain_os_error(error)
+        if reason is None:
             raise
-        print(f"the build stopped: {told}", file=sys.stderr)
+        print(f"the build stopped: {reason}", file=sys.stderr)
         return ExitCode.FAILED
     return ExitCode.OK
 

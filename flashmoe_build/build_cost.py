@@ -131,7 +131,7 @@ def _touch(path: Path, case: BuildCase) -> None:
     # The cache is keyed by content and ignores time stamps, so the content must change.
     old, new = case.replace or (text, text + "\n// touched\n")
     if text.count(old) != 1:
-        msg = f"the build case replaces {old!r}, which stands {text.count(old)} times in {case.touch}; give a text that stands once"
+        msg = f"the build case replaces {old!r}, which occurs {text.count(old)} times in {case.touch}; give text that occurs once"
         raise ArgumentError(msg)
     path.write_text(text.replace(old, new), encoding="utf-8")
 
@@ -174,11 +174,11 @@ raise SystemExit(code)
 def _run(argv: Sequence[str], folder: Path) -> tuple[float, int, str, int]:
     """(seconds, exit code, end of the output, bytes of the largest process; 0 when the build was stopped)."""
     begin = time.monotonic()
-    told = folder / "largest-process"
+    largest = folder / "largest-process"
     try:
         environment = {**os.environ, "FLASHMOE_CACHE_DIR": str(folder / "build" / "cache")}  # not a warm one
         done = subprocess.run(
-            [sys.executable, "-c", MEASURE, str(told), *argv],
+            [sys.executable, "-c", MEASURE, str(largest), *argv],
             env=environment,
             cwd=folder,
             capture_output=True,
@@ -189,7 +189,7 @@ def _run(argv: Sequence[str], folder: Path) -> tuple[float, int, str, int]:
     except subprocess.TimeoutExpired:
         return time.monotonic() - begin, 124, f"stopped after {TIME_LIMIT_SECONDS:g} s", 0
     text = (done.stderr or done.stdout)[-400:].strip()
-    return time.monotonic() - begin, done.returncode, text, int(told.read_text()) if told.is_file() else 0
+    return time.monotonic() - begin, done.returncode, text, int(largest.read_text()) if largest.is_file() else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

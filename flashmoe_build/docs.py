@@ -137,7 +137,7 @@ def sdpa_table(_: Tables) -> str:
     """What ``flashmoe.scaled_dot_product_attention`` runs in which case, from the rules that decide it."""
     rows = [
         *sdpa_dispatch.SUPPORTED,
-        *((asked, "torch") for _, rows in sdpa_dispatch.OBSTACLES for asked in rows),
+        *((option, "torch") for _, rows in sdpa_dispatch.OBSTACLES for option in rows),
         (
             "key and value of different lengths",
             "nothing: ShapeError (torch's CPU kernel has no check and reads past the end)",

@@ -94,7 +94,7 @@ def run_checker(checker: Checker, root: Path) -> Check:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Check(checker.name, Verdict.FAIL, f"no end within {TIMEOUT_S} s", "an end", next_step="run it alone")
+        return Check(checker.name, Verdict.FAIL, f"timed out after {TIMEOUT_S} s", next_step="run only this checker")
     except OSError as error:
         return Check(checker.name, Verdict.FAIL, f"cannot run: {error.strerror}", "the tool of lockfiles/lint.txt")
     status = done.returncode

@@ -136,7 +136,7 @@ def compare(model: Any, tokens: Any, eager: Any) -> tuple[float, Counter[str], s
     return float((ours - eager).abs().max() / eager.std().clamp(min=1e-6)), ran, refused
 
 
-def judge(kind: str) -> tuple[Check, dict[str, Any]]:
+def check_model(kind: str) -> tuple[Check, dict[str, Any]]:
     import torch
     from transformers import CONFIG_MAPPING
 
@@ -155,7 +155,7 @@ def judge(kind: str) -> tuple[Check, dict[str, Any]]:
             tokens = torch.randint(3, 128, (2, 19))
             with torch.no_grad():
                 eager = model(tokens, use_cache=False).logits
-            step = "takes no attention by name"
+            step = "does not select attention by name"
             difference, ran, refused = compare(model, tokens, eager)
             row |= {"difference": float(f"{difference:.1e}")} | ({"why": refused} if refused else {})
     except Exception as error:
@@ -187,8 +187,8 @@ def table(root: Path = ROOT) -> tuple[Sequence[str], list[Sequence[str]]]:
     for kind, line in data["models"].items():
         runs, difference, why = line.split("|")
         is_tried = not why.startswith(TOO_LARGE)
-        told = why.partition(" (")[0] if is_tried else "the sweep cannot make them small"
-        groups.setdefault((runs if is_tried else "not tried", told), []).append((kind, difference))
+        reason = why.partition(" (")[0] if is_tried else "the sweep cannot make them small"
+        groups.setdefault((runs if is_tried else "not tried", reason), []).append((kind, difference))
     order = sorted(
         groups, key=lambda group: (group[0] in ("no", "not tried"), group[0] == "not tried", -len(groups[group]))
     )
@@ -203,7 +203,7 @@ def table(root: Path = ROOT) -> tuple[Sequence[str], list[Sequence[str]]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "reports" / "models.json")
-    parser.add_argument("--only", metavar="A,B", help="these model types alone")
+    parser.add_argument("--only", metavar="A,B", help="only these model types")
     options = parser.parse_args(arguments)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
 
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     clock, checks, rows = Stopwatch(), [], []
     with Progress("models", len(chosen)) as progress:
         for kind in chosen:
-            check, row = judge(kind)
+            check, row = check_model(kind)
             checks.append(check)
             rows.append(row)
             progress.advance(f"{kind} {check.verdict}")

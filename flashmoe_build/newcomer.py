@@ -99,7 +99,7 @@ def _see_packages_of_this(venv: Path) -> None:
 def run_block(block: Block, where: Path, variables: Mapping[str, str], limit: float) -> tuple[str, Path]:
     """What went wrong (empty if nothing did), and the shell's last working directory."""
     if limit <= 0:
-        return "the time was over before it", where
+        return "the time limit was reached before it", where
     script = f"{block.text}\npwd >&3\n" if block.kind == "bash" else ""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as folder:
         words = (
@@ -120,7 +120,7 @@ def run_block(block: Block, where: Path, variables: Mapping[str, str], limit: fl
                 pass_fds=[folder.fileno()],
             )
         except subprocess.TimeoutExpired:
-            return "the time was over", where
+            return "the time limit was reached", where
         folder.seek(0)
         ended = folder.read().strip()
     if done.returncode:
@@ -139,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--limit", type=float, default=20.0, metavar="MINUTES", help="fail when it takes longer")
-    parser.add_argument("--here", action="store_true", help="CPU alone, with this machine's caches and packages")
+    parser.add_argument("--limit", type=float, default=20.0, metavar="MINUTES", help="fail if it takes longer")
+    parser.add_argument("--here", action="store_true", help="only the CPU, with this machine's caches and packages")
     options = parser.parse_args(arguments)
     return ending(lambda: finish(newcomer(options.limit, here=options.here)))
 

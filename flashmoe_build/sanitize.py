@@ -38,11 +38,11 @@ def runtimes(compiler: str) -> str:
     return ":".join(found)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="./nox -s sanitize --", description=__doc__)
     parser.add_argument("--sample", action="store_true", help="a few files of each folder: minutes instead of an hour")
-    parser.add_argument("tests", nargs="*", help="what pytest is given, in place of the CPU tests")
-    arguments = parser.parse_args(words)
+    parser.add_argument("tests", nargs="*", help="pytest arguments, instead of the CPU tests")
+    arguments = parser.parse_args(argv)
     cache = os.environ.get("FLASHMOE_CACHE_DIR") or str(OUT / "cache")  # tests/cpu compiles the backend
     sanitized = {**os.environ, "FLASHMOE_SANITIZE": "address,undefined", "FLASHMOE_CACHE_DIR": cache}
     build = [sys.executable, "-m", "flashmoe_build", "--archs", "none", "--library-only", "--out", str(OUT)]

@@ -131,7 +131,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     return {**ROOT_PAGES, **{f"docs/{name}": name for name in found if not name.startswith("results/")}}
 
 
-def place(text: str, page: str, site: Mapping[str, str], home: str, root: Path = ROOT) -> str:
+def rewrite_links(text: str, page: str, site: Mapping[str, str], home: str, root: Path = ROOT) -> str:
     """The text of ``page`` with its links changed to work in the site. Raises BuildError for a broken link."""
     folder = posixpath.dirname(page)
 
@@ -182,7 +182,7 @@ def command_page() -> str:
 def write_sources(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     home, site = repository(), pages()
-    texts = {name: place((ROOT / page).read_text(encoding="utf-8"), page, site, home) for page, name in site.items()}
+    texts = {name: rewrite_links((ROOT / page).read_text("utf-8"), page, site, home) for page, name in site.items()}
     texts["index.md"] += "\n" + navigation()
     tables = kernel_page(load_tables(ROOT / "csrc"))
     texts |= {"reference.md": reference(), "command.md": command_page(), "kernels/table.md": tables}

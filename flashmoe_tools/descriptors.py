@@ -275,7 +275,7 @@ def read_rows(
                 for kernel in _variants(row, f"{file}, row {found}", unstated.get(family, {})):
                     yield _row(kernel, descriptors[operation, family])
     if not found:
-        msg = f"{file} holds no [[OPERATION.FAMILY]] row; nothing could be built"
+        msg = f"{file} contains no [[OPERATION.FAMILY]] row; nothing could be built"
         raise TableError(msg)
 
 

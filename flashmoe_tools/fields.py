@@ -63,7 +63,7 @@ class Fields:
             if type(value) is not str:
                 self.fail(key, value, "str is needed")
             if values.count(value) > 1:
-                self.fail(key, value, "it stands there twice")
+                self.fail(key, value, "listed twice")
             if known is not None:
                 self.one_of(key, value, known)
         return tuple(values)

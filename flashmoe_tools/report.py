@@ -214,7 +214,7 @@ def read_report(path: Path) -> Report:
             seconds=payload["seconds"],
         )
     except (KeyError, TypeError, ValueError) as error:
-        msg = f"{path} lacks or misstates a field of {SCHEMA}: {error!r}"
+        msg = f"{path} has a missing or invalid field of {SCHEMA}: {error!r}"
         raise ReportError(msg) from error
 
 

@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False, prog="python -m flashmoe_tools.smoke", description=__doc__.splitlines()[0]
     )
     parser.add_argument("--quick", action="store_true", help=f"S={QUICK_LENGTHS[0]} only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file")
     prepare_streams()
     options = parser.parse_args(arguments)
     report = run(QUICK_LENGTHS if options.quick else LENGTHS)

@@ -118,9 +118,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # ends rewrite half of the files each. file_order then gives both the same order.
         inside = (path for path in Path(config.args[0]).glob("[a-z]*") if path.is_dir() or path.match("test_*.py"))
         config.args = sorted(map(str, inside), reverse=True) or config.args
-    config.stash[LEFT_OUT] = Counter()
+    config.stash[EXCLUDED] = Counter()
     if draw := os.environ.get("FLASHMOE_DRAW"):
-        config.pluginmanager.register(Draw(draw, config.stash[LEFT_OUT]), "draw")
+        config.pluginmanager.register(Draw(draw, config.stash[EXCLUDED]), "draw")
     if config.getoption("dist", default="no") == "no":  # the process that distributes tests runs none
         config.pluginmanager.register(Heartbeat(), "heartbeat")
 
@@ -195,7 +195,7 @@ class Draw:
 
 @pytest.hookimpl(trylast=True)
 def pytest_itemcollected(item: pytest.Item) -> None:
-    item.stash[PLACE] = next(PLACES)
+    item.stash[POSITION] = next(POSITIONS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -210,14 +210,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Every process leaves out the same tests."""
-    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+    node.config.stash[EXCLUDED] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
 
 
 def file_order(items: list[pytest.Item]) -> Callable[[pytest.Item], tuple[bool, int, Path, int]]:
     """Files with a slow test first, then the others by their number of tests, so that no long file starts when the other processes end."""
     sizes = Counter(item.path for item in items)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    return lambda item: (item.path not in slow, -sizes[item.path], item.path, item.stash[PLACE])
+    return lambda item: (item.path not in slow, -sizes[item.path], item.path, item.stash[POSITION])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -244,7 +244,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     for nodes in CAUSES.values():
         if len(nodes) > 1:
             terminalreporter.write_line(f"{len(nodes)} failures of one cause: {nodes[0]}")
-    counted = config.stash[LEFT_OUT]
+    counted = config.stash[EXCLUDED]
     left_out, without_gpu = counted["drawn"], len(not_run) + counted["gpu"]
     if without_gpu:
         terminalreporter.write_line(f"GPU: {without_gpu} tests did not run: this machine has no CUDA GPU")
@@ -252,7 +252,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
         terminalreporter.write_line(f"GPU: {ran} tests ran")
     if left_out:
         terminalreporter.write_line(
-            f"DRAWN: {left_out} cases and {counted['files']} files are other commits' (FLASHMOE_DRAW); ./nox -s test alone runs all"
+            f"DRAWN: {left_out} cases and {counted['files']} files were not sampled for this commit (FLASHMOE_DRAW); ./nox -s test runs all"
         )
     if os.environ.get("FLASHMOE_TEST_REPORT"):
         elapsed = time.monotonic() - config.stash[STARTED]
@@ -292,6 +292,6 @@ def write_report(
 
 
 STARTED = pytest.StashKey[float]()
-LEFT_OUT = pytest.StashKey[Counter[str]]()  # cases by the reason why they were left out: "drawn", "gpu"
-PLACE, PLACES = pytest.StashKey[int](), itertools.count()  # position of an item in its file
+EXCLUDED = pytest.StashKey[Counter[str]]()  # cases by the reason why they were left out: "drawn", "gpu"
+POSITION, POSITIONS = pytest.StashKey[int](), itertools.count()  # position of an item in its file
 CAUSES: defaultdict[tuple[str, int, str], list[str]] = defaultdict(list)  # tests by place and message of failure

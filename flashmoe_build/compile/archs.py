@@ -53,7 +53,7 @@ def _named(word: str, tables: Tables) -> Target:
     }:  # 90: its machine code is arch-specific in the table; 89 runs the machine code for 8.6
         return _best_for(plain, tables)
     if word.lower() in ("all", "native", "none"):
-        msg = f"FLASHMOE_ARCHS: unknown target {word!r}; write {word.lower()} in small letters and alone, or leave it out of the list"
+        msg = f"FLASHMOE_ARCHS: unknown target {word!r}; write {word.lower()} in lower case and as the only value, or leave it out of the list"
         raise BuildError(msg)
     msg = f"FLASHMOE_ARCHS (or FA_ARCHS): unknown target {word!r}; known: {_names(tables)}, or all, native, none"
     raise BuildError(msg)
@@ -82,7 +82,7 @@ def _best_for(word: str, tables: Tables) -> Target:
     capability = (int(word[:-1]), int(word[-1]))
     best = _loadable(tables.targets, capability)
     if best is None:
-        msg = f"no target serves compute capability {capability[0]}.{capability[1]}; known: {_names(tables)}"
+        msg = f"no target runs on compute capability {capability[0]}.{capability[1]}; known: {_names(tables)}"
         raise BuildError(msg)
     return best
 
@@ -120,7 +120,7 @@ def native_capabilities() -> list[tuple[int, int]]:
         pair = []
         for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
             if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, index) != 0:
-                msg = f"the driver does not tell the compute capability of GPU {index}"
+                msg = f"the driver does not report the compute capability of GPU {index}"
                 raise BuildError(msg)
             pair.append(value.value)
         found.add((pair[0], pair[1]))

@@ -102,7 +102,7 @@ class Cache:
         finally:
             os.close(held)
         if known is None:
-            msg = f"{self.path(key, suffix)} could not be kept in the cache; is the disk full?"
+            msg = f"{self.path(key, suffix)} could not be written to the cache; is the disk full?"
             raise BuildError(msg)
         return *known, False
 

@@ -143,7 +143,5 @@ def finish_unit(unit: Unit, ptx: Ptx, *, toolchain: Toolchain, cache: Cache) -> 
         made = ptxas.assemble(text, unit.name, target, toolchain)
         return made.cubin, {"log": made.log, "seconds": made.seconds, "peak_bytes": made.peak_bytes}
 
-    output, said, cached = cache.get(key, ".cubin", assembled)
-    return CompiledUnit(
-        unit, output, said["sha256"], ptx.log + said["log"], said["seconds"], said["peak_bytes"], cached
-    )
+    output, log, cached = cache.get(key, ".cubin", assembled)
+    return CompiledUnit(unit, output, log["sha256"], ptx.log + log["log"], log["seconds"], log["peak_bytes"], cached)

@@ -15,14 +15,13 @@ from flashmoe_build.compile.cache import Cache, content_key, include_closure
 from flashmoe_build.compile.codegen import PlacedBinary, embed_source, index_json, kernel_table_source
 from flashmoe_build.compile.device import CompiledUnit
 from flashmoe_build.compile.jobs import run_all
-from flashmoe_build.compile.toolchain import Toolchain
+from flashmoe_build.compile.toolchain import TIME_LIMIT, Toolchain
 from flashmoe_tools.progress import Progress
 from flashmoe_tools.tables import Tables
 
 TORCH_TARGET_VERSION = "0x020a000000000000"  # 2.10.0, the first release with a versioned stable ABI
 LIBRARY_NAME = "libflashmoe.so"
 ALIGNMENT = 64  # bytes, of each embedded binary
-HOST_TIME_LIMIT = 600  # seconds
 NEWEST_STRICT_GXX = 12  # the newest major version of g++ whose warnings are errors
 COMMON_FLAGS = (
     "-std=c++17",
@@ -92,7 +91,7 @@ def host_sources(root: Path, generated: Path, platform: str) -> list[Path]:
     return [*sorted(source for source in own if is_for(source, platform)), generated]
 
 
-def place(units: Sequence[CompiledUnit]) -> tuple[bytes, list[PlacedBinary]]:
+def layout_blob(units: Sequence[CompiledUnit]) -> tuple[bytes, list[PlacedBinary]]:
     """The blob of all device binaries, and the position of each."""
     blob = bytearray()
     placed = []
@@ -118,7 +117,7 @@ def build_library(
     """Compile the host code, embed the device binaries and link; returns the library's path."""
     generated = out / "generated"
     generated.mkdir(parents=True, exist_ok=True)
-    blob, placed = place(units)
+    blob, placed = layout_blob(units)
     (generated / "binaries.bin").write_bytes(blob)
     (generated / "index.json").write_text(json.dumps(index_json(placed), sort_keys=True), encoding="utf-8")
     (generated / "embed.S").write_text(embed_source("binaries.bin", "index.json"), encoding="utf-8")
@@ -144,9 +143,9 @@ def _object_name(source: Path) -> str:
 
 def _drop_stale_objects(folder: Path, sources: Sequence[Path]) -> None:
     """Removes objects whose source is gone, which the audit would otherwise take for part of the library."""
-    wanted = {_object_name(source) for source in sources}
+    names = {_object_name(source) for source in sources}
     for path in folder.glob("*.o"):
-        if path.name not in wanted:
+        if path.name not in names:
             path.unlink()
 
 
@@ -229,9 +228,9 @@ def _link(
 
 def _run(command: Sequence[str], what: str, cwd: Path) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=HOST_TIME_LIMIT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=TIME_LIMIT, check=False)
     except subprocess.TimeoutExpired as error:
-        msg = f"{what}: {command[0]} did not finish within {HOST_TIME_LIMIT} s"
+        msg = f"{what}: {command[0]} did not finish within {TIME_LIMIT} s"
         raise BuildError(msg) from error
     if done.returncode != 0:
         msg = f"{what}: {Path(command[0]).name} ended with {done.returncode}\n{done.stderr.strip()[-6000:]}"

@@ -22,12 +22,12 @@ HEAP = "glibc.malloc.hugetlb=1:glibc.malloc.top_pad=67108864:glibc.malloc.mmap_t
 
 def job_count(environment: Mapping[str, str]) -> int:
     """MAX_JOBS, else as many as the cores and the free memory allow."""
-    wanted = environment.get("MAX_JOBS", "")
-    if wanted:
-        if not wanted.isdecimal() or int(wanted) < 1:
-            msg = f"MAX_JOBS={wanted!r}; a whole number from 1 on is needed"
+    requested = environment.get("MAX_JOBS", "")
+    if requested:
+        if not requested.isdecimal() or int(requested) < 1:
+            msg = f"MAX_JOBS={requested!r}; a whole number of at least 1 is needed"
             raise BuildError(msg)
-        return int(wanted)
+        return int(requested)
     return max(1, min(len(os.sched_getaffinity(0)), available_memory() // MEMORY_PER_JOB))
 
 

@@ -11,9 +11,7 @@ from typing import Any
 from flashmoe.errors import BuildError
 from flashmoe_build.compile.cache import Cache, content_key, include_closure
 from flashmoe_build.compile.jobs import device_compiler_environment
-from flashmoe_build.compile.toolchain import Toolchain
-
-TIME_LIMIT = 600  # seconds
+from flashmoe_build.compile.toolchain import TIME_LIMIT, Toolchain
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 from flashmoe.errors import BuildError
 from flashmoe_build.compile.jobs import device_compiler_environment
-from flashmoe_build.compile.toolchain import Toolchain
+from flashmoe_build.compile.toolchain import TIME_LIMIT, Toolchain
 
-TIME_LIMIT = 600  # seconds
 # Log each kernel's resources, and warn of each spill and each use of local memory.
 OPTIONS = ("-v", "-warn-spills", "-warn-lmem-usage")
 

@@ -75,7 +75,7 @@ def _warnings(log: str) -> Sequence[Finding]:
 def _missing(unit: Unit, resources: Sequence[Resources]) -> Sequence[Finding]:
     reported = {item.symbol for item in resources}
     return [
-        Finding("resources", f"the log states no resources of {symbol}")
+        Finding("resources", f"the log contains no resources of {symbol}")
         for _, symbol in unit.entries
         if symbol not in reported
     ]
@@ -94,7 +94,7 @@ def _limits(unit: Unit, item: Resources, tables: Tables) -> list[Finding]:
     needs = [("bytes of static shared memory", item.static_shared, tables.smem_static_limit, "any GPU")]
     for gpu in map(tables.gpu, unit.target.gpus):
         needs.append(("registers per block", registers, gpu.registers_per_block, gpu.name))
-        needs.append(("bytes of shared memory a block", shared, gpu.smem_per_block_optin, gpu.name))
+        needs.append(("bytes of shared memory per block", shared, gpu.smem_per_block_optin, gpu.name))
     for what, needed, limit, where in needs:
         if needed > limit:
             result.append(Finding("resources", f"{name} needs {needed} {what}; {where} has {limit}"))

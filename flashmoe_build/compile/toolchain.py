@@ -24,6 +24,7 @@ PTXAS_DISTRIBUTION = "nvidia-cuda-nvcc-cu12"
 HEADERS_DISTRIBUTION = "nvidia-cuda-runtime-cu12"
 PINNED_DISTRIBUTIONS = (NVRTC_DISTRIBUTION, PTXAS_DISTRIBUTION, HEADERS_DISTRIBUTION, "torch", "numpy")
 MINIMUM_GXX = 11
+TIME_LIMIT = 600  # seconds, for one compiler process
 PLATFORM_VARIABLE = "FLASHMOE_PLATFORM"
 PLATFORMS = ("x86_64", "aarch64")
 
@@ -116,28 +117,26 @@ def _file(distribution: str, ending: str) -> Path:
 
 def _host_compiler(target: str) -> tuple[str, str]:
     prefix = f"{target}-linux-gnu" if is_foreign(target) else ""
-    wanted = os.environ.get("CXX") or "-".join(filter(None, (prefix, "g++")))
-    found = shutil.which(wanted)
+    compiler = os.environ.get("CXX") or "-".join(filter(None, (prefix, "g++")))
+    found = shutil.which(compiler)
     if found is None:
         package = "-".join(filter(None, ("g++", prefix)))
         msg = (
-            f"no host compiler {wanted!r} on PATH; install g++ {MINIMUM_GXX} or newer (Debian: apt-get install {package}), "
+            f"no host compiler {compiler!r} on PATH; install g++ {MINIMUM_GXX} or newer (Debian: apt-get install {package}), "
             "or set CXX"
         )
         raise BuildError(msg)
     if prefix:
         machine = subprocess.run([found, "-dumpmachine"], capture_output=True, text=True, check=False, timeout=30)
         if not machine.stdout.startswith(f"{target}-"):
-            msg = f"{wanted} compiles for {machine.stdout.strip()}, not for {target}; set CXX to a g++ that does"
+            msg = f"{compiler} compiles for {machine.stdout.strip()}, not for {target}; set CXX to a g++ that does"
             raise BuildError(msg)
     answer = subprocess.run([found, "-dumpfullversion"], capture_output=True, text=True, check=False, timeout=30)
     version = answer.stdout.strip()
     if not re.fullmatch(r"\d+(\.\d+)*", version):
-        msg = (
-            f"{wanted} -dumpfullversion printed {version!r}, which is no version; g++ {MINIMUM_GXX} or newer is needed"
-        )
+        msg = f"{compiler} -dumpfullversion printed {version!r}, which is not a version; g++ {MINIMUM_GXX} or newer is needed"
         raise BuildError(msg)
     if int(version.split(".")[0]) < MINIMUM_GXX:
-        msg = f"{wanted} is version {version}; g++ {MINIMUM_GXX} or newer is needed"
+        msg = f"{compiler} is version {version}; g++ {MINIMUM_GXX} or newer is needed"
         raise BuildError(msg)
     return found, version

@@ -25,7 +25,7 @@ KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 BASE_TAG = f"flashmoe-base:{SUITE}"
 TIME_LIMIT = 1200  # seconds
 # Files that depend on this machine or the time: Docker sets each container's host name and resolver; the rest are logs and caches.
-LEFT_OUT = ("./proc/*", "./sys/*", "./dev/*", "./etc/hostname", "./etc/resolv.conf", "./etc/machine-id", "./var/log/*",
+EXCLUDED = ("./proc/*", "./sys/*", "./dev/*", "./etc/hostname", "./etc/resolv.conf", "./etc/machine-id", "./var/log/*",
             "./var/cache/*", "./tmp/*", "*.pyc")  # fmt: skip
 EPOCH = "1686355200"  # SOURCE_DATE_EPOCH of account files: bookworm's release
 
@@ -123,7 +123,7 @@ def _import(docker: str, folder: Path) -> str:
     existing image with this layer is kept, so that whatever was built on it stays in the engine's cache.
     """
     archive = folder.with_suffix(".tar")
-    tar = ["tar", "--sort=name", "--mtime=@0", "--numeric-owner", *(f"--exclude={name}" for name in LEFT_OUT)]
+    tar = ["tar", "--sort=name", "--mtime=@0", "--numeric-owner", *(f"--exclude={name}" for name in EXCLUDED)]
     run([*tar, "-C", str(folder), "-cf", str(archive), "."], "packing the base", time_limit=TIME_LIMIT)
     done = subprocess.run(["sha256sum", str(archive)], capture_output=True, text=True, check=True, timeout=TIME_LIMIT)
     digest = f"sha256:{done.stdout.split()[0]}"

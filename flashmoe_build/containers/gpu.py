@@ -27,11 +27,9 @@ def find_gpu(name: str, gpus: Sequence[Gpu]) -> Gpu:
 def check_capability(gpu: Gpu, answer: str) -> None:
     """Raise UnsupportedGpuError unless nvidia-smi reports a GPU of this architecture."""
     found = [line.strip() for line in answer.splitlines() if line.strip()]
-    wanted = ".".join(map(str, gpu.compute_capability))
-    if wanted not in found:
-        msg = (
-            f"this runner is labelled {gpu.name} (compute capability {wanted}), and has {', '.join(found) or 'no GPU'}"
-        )
+    required = ".".join(map(str, gpu.compute_capability))
+    if required not in found:
+        msg = f"this runner is labelled {gpu.name} (compute capability {required}), and has {', '.join(found) or 'no GPU'}"
         raise UnsupportedGpuError(msg)
 
 

@@ -22,8 +22,8 @@ from flashmoe_tools.report import Check, Report, Verdict
 
 TARGETS = {"test": "flashmoe-test", "bench": "flashmoe-bench"}
 ENVIRONMENTS = {"test": "build test bench", "bench": "build bench"}  # needed by each target; both share test's layer
-GIVEN = "flashmoe-given:latest"  # the image that holds units compiled by the build outside
-WITHHELD = 8  # one in this many units is compiled again in the image; image_test compares the whole wheel with the one built outside
+PREBUILT = "flashmoe-given:latest"  # the image that holds units compiled by the build outside
+REBUILD_EVERY = 8  # one in this many units is compiled again in the image; image_test compares the whole wheel with the one built outside
 TIME_LIMIT = 3600  # seconds, for a stage with nothing cached
 SPACE = 20e9  # bytes that both images need while they are built: 16 GB of layers, measured, plus headroom
 # Settings of this machine's pip, uv and network that a build needs to reach the same packages.
@@ -43,10 +43,10 @@ def drawn_targets(environment: Mapping[str, str]) -> list[str]:
     return sorted(drawn(TARGETS, len(TARGETS), draw)) if draw else list(TARGETS)
 
 
-def give(docker: str, cache: Path, draw: str) -> int:
-    """Put the entries of ``cache`` into the image ``GIVEN``, except one in ``WITHHELD``; returns the number left out."""
+def import_prebuilt(docker: str, cache: Path, draw: str) -> int:
+    """Put the entries of ``cache`` into the image ``PREBUILT``, except one in ``REBUILD_EVERY``; returns the number left out."""
     entries = {path for path in cache.glob("??/*.*") if path.is_file()}
-    withheld = drawn((path.stem for path in entries), WITHHELD, draw)
+    withheld = drawn((path.stem for path in entries), REBUILD_EVERY, draw)
     with tempfile.TemporaryFile() as archive:
         with tarfile.open(fileobj=archive, mode="w") as packed:
             for path in sorted(entries):
@@ -57,7 +57,7 @@ def give(docker: str, cache: Path, draw: str) -> int:
                         packed.addfile(entry, content)
         archive.seek(0)
         subprocess.run(
-            [docker, "import", "-", GIVEN], stdin=archive, stdout=subprocess.DEVNULL, check=True, timeout=600
+            [docker, "import", "-", PREBUILT], stdin=archive, stdout=subprocess.DEVNULL, check=True, timeout=600
         )
     return len(withheld)
 
@@ -123,8 +123,8 @@ def build_images(
     docker = engine()
     require_space(docker, SPACE)
     if cache is not None:
-        data["withheld"] = give(docker, cache, os.environ.get(VARIABLE, ""))
-        print(f"image    compiled units are those of {cache}, but for {data['withheld']}", flush=True)
+        data["withheld"] = import_prebuilt(docker, cache, os.environ.get(VARIABLE, ""))
+        print(f"image    uses compiled units from {cache}, except {data['withheld']}", flush=True)
     with tempfile.TemporaryDirectory(prefix="flashmoe-image-") as scratch:
         folder = Path(scratch)
         context, secrets, network = make_context(folder), _secrets(folder), _network(os.environ)
@@ -132,7 +132,7 @@ def build_images(
             begun = time.monotonic()
             command = build_command(
                 docker, target, context, base=base, archs=archs, secrets=secrets, network=network,
-                environments=ENVIRONMENTS["test" if "test" in targets else "bench"], given=GIVEN if cache else "",
+                environments=ENVIRONMENTS["test" if "test" in targets else "bench"], given=PREBUILT if cache else "",
             )  # fmt: skip
             run(command, f"image {target}", time_limit=TIME_LIMIT, cwd=ROOT)
             if stage:
@@ -181,11 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--archs", default=os.environ.get("FLASHMOE_ARCHS", "all"))
     parser.add_argument(
-        "--given", type=Path, metavar="CACHE", help="a build's cache, whose units are not compiled again but for some"
+        "--given", type=Path, metavar="CACHE", help="a build's cache; only a sample of its units is compiled again"
     )
     parser.add_argument(
         "--environments", dest="stage", action="store_const", const="toolchain", default="",
-        help="only the locked environments, which a later call finds in the engine's cache",
+        help="build only the locked environments, which a later call finds in the engine's cache",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     targets = options.targets or drawn_targets(os.environ)

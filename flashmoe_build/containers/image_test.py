@@ -50,10 +50,10 @@ class Images:
         return self.run(image, ["-c", script], what="looking inside", entrypoint="/bin/sh", **options)
 
 
-def require_images(client: Any, wanted: Sequence[str] = (TEST, BENCH)) -> None:
+def require_images(client: Any, required: Sequence[str] = (TEST, BENCH)) -> None:
     """Raises BuildError if the engine lacks one of the images."""
     there = {tag for image in client.images.list() for tag in image.tags}
-    missing = [name for name in wanted if name not in there]
+    missing = [name for name in required if name not in there]
     if missing:
         msg = f"no image {' and no image '.join(missing)} on this machine; build them with ./nox -s image -- test bench"
         raise BuildError(msg)
@@ -102,7 +102,7 @@ def compare_wheels(inside: tuple[str, Mapping[str, Any]], outside: tuple[str, Ma
             "device binaries in the image equal those outside",
             Verdict.FAIL if differing or not cubins else Verdict.PASS,
             found=f"{len(cubins)} inside, {len(differing)} differ {differing[:3] or ''}".strip(),
-            expected=f"the {len(others)} that the same commit gives outside",
+            expected=f"the {len(others)} of the same commit outside",
             next_step="nox -s reproduce" if differing else "",
         )
     ]
@@ -134,13 +134,13 @@ def check_bench(images: Images) -> Check:
         names = sorted(path.name for path in Path(results).iterdir())
         report = json.loads((Path(results) / "bench.json").read_text()) if "bench.json" in names else {}
         size = sum(path.stat().st_size for path in Path(results).iterdir())
-    said = "no GPU in this container" in output or Path("/dev/nvidiactl").exists()
+    says_so = "no GPU in this container" in output or Path("/dev/nvidiactl").exists()
     complete = names == ["bench.html", "bench.json", "bench.md"] and report.get("verdict") in ("PASS", "WARN")
-    verdict = Verdict.PASS if status == 0 and complete and said else Verdict.FAIL
+    verdict = Verdict.PASS if status == 0 and complete and says_so else Verdict.FAIL
     return Check(
         "bench writes its three files on a read-only root and says that there was no GPU",
         verdict,
-        found=f"exit {status}, {names}, {size} bytes" + ("" if said else "; it does not say that there was no GPU"),
+        found=f"exit {status}, {names}, {size} bytes" + ("" if says_so else "; it does not say that there was no GPU"),
         expected="exit 0, bench.html bench.json bench.md",
         why="" if verdict is Verdict.PASS else output[-1500:],
     )
@@ -229,11 +229,11 @@ def test_images(arguments: Sequence[str], build_python: Path) -> Report:
     engine()
     with tempfile.TemporaryDirectory(prefix="flashmoe-image-test-") as scratch:
         images = Images(docker.from_env(timeout=RUN_LIMIT))
-        wanted = [f"{TARGETS[name]}:latest" for name in drawn_targets(os.environ)]
-        require_images(images.client, wanted)
+        required = [f"{TARGETS[name]}:latest" for name in drawn_targets(os.environ)]
+        require_images(images.client, required)
 
         def wheels() -> list[Check]:
-            inside = wheel_inside(images, wanted[0])
+            inside = wheel_inside(images, required[0])
             return compare_wheels(inside, wheel_outside(build_python, inside[1]["targets"], Path(scratch)))
 
         of_bench: list[Callable[[], list[Check]]] = [
@@ -242,8 +242,8 @@ def test_images(arguments: Sequence[str], build_python: Path) -> Report:
             lambda: [check_bench(images)],
             lambda: [check_sigterm(images)],
         ]
-        steps = [wheels, *(of_bench if BENCH in wanted else ())]
-        steps += [lambda: [check_tests(images, arguments)]] if TEST in wanted else []
+        steps = [wheels, *(of_bench if BENCH in required else ())]
+        steps += [lambda: [check_tests(images, arguments)]] if TEST in required else []
         checks: list[Check] = []
         seconds = {}
         for step in steps:

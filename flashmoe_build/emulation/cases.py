@@ -18,7 +18,7 @@ from flashmoe_tools.tables import Tables, Unit
 
 # Each family uses the tensor-core arithmetic of its GPU; the seeds of the suite cover every policy for work in flight.
 FAMILY_CORES = {"sm75": "t4", "sm80": "a100", "sm90": "h100"}
-FEW_OF = 5  # one in this many problems runs if another kernel of the same source runs them all
+EVERY_NTH = 5  # one in this many problems runs if another kernel of the same source runs them all
 _KERNELS: dict[int, tuple[Tables, tuple[Kernel, ...]]] = {}  # computed once per table object; tables cannot be hashed
 NOT_EMULATED = NamedProblem("not emulated")  # stands for a kernel operation without a runner: a case that fails
 
@@ -120,7 +120,7 @@ def suite(
         if runner is None:
             yield Case(kernel, NOT_EMULATED, 0)
             continue
-        step = 1 if whole or not is_repeated(kernel.unit) else FEW_OF
+        step = 1 if whole or not is_repeated(kernel.unit) else EVERY_NTH
         for seed, problem in enumerate(runner.problems(kernel.unit)):
             if is_causal(problem) in masks and seed % step == 0:
                 yield Case(kernel, problem, seed)

@@ -17,7 +17,7 @@ from flashmoe_build.emulation.build import CSRC, REPOSITORY, Options, library_fi
 from flashmoe_build.emulation.cases import Case, Kernel, is_huge, kernels, suite
 from flashmoe_tools.tables import Unit, load_tables
 
-ONE_IN = 2  # the quick suite runs one in this many problems of a kernel
+QUICK_EVERY = 2  # the quick suite runs one in this many problems of a kernel
 UPSTREAMS = ("@{upstream}", "origin/HEAD", "origin/main")
 
 
@@ -110,7 +110,7 @@ def quick_cases(chosen: Sequence[Kernel]) -> Iterator[Case]:
     tables = load_tables()
     for kernel in chosen:
         few = [case for case in suite(tables, kernel.label) if not is_huge(case.problem)]
-        yield from few[::ONE_IN]
+        yield from few[::QUICK_EVERY]
 
 
 def stamp(unit: Unit, options: Options) -> Path:

@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     dense.add_argument("--splits", type=int, help="blocks that share a query tile's keys (split kernels)")
     dense.add_argument("--no-lse", action="store_true", help="the log-sum-exp is not wanted")
     dense.add_argument("--no-counter", action="store_true", help="no tile counter (persistent kernels)")
-    made.add_argument("--seed", type=int, help="interleaving and timing (the suite: each case has its own)")
+    made.add_argument("--seed", type=int, help="seed of interleaving and timing (in the suite each case has its own)")
     made.add_argument("--seeds", type=int, default=1, metavar="N", help="N seeds, from --seed on")
     made.add_argument("--async-policy", choices=list(POLICIES), default="seed", help="when work in flight takes effect")
     made.add_argument("--core", choices=list(TENSOR_CORES), help="whose tensor cores add (the family's own)")
@@ -157,8 +157,8 @@ def print_summary(runs: Runs, seconds: float) -> None:
     )
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    arguments = parser().parse_args(words)
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
     if arguments.list:
         print("\n".join(kernel.label for kernel in kernels(load_tables())))
         return ExitCode.OK

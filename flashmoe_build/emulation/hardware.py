@@ -210,13 +210,13 @@ def gpu_units(tables: Tables, selected: str) -> list[Unit]:
     return [unit for unit in units if unit.row.operation in OPERATIONS and selected in unit.name]
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, prog="python -m flashmoe_build.emulation.hardware", description=__doc__
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kernel", default="", metavar="TEXT", help="kernels whose name contains TEXT (all)")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(argv)
     units = gpu_units(load_tables(), arguments.kernel)
     if not units:
         print(f"no kernel for {TARGET} matches {arguments.kernel!r}", file=sys.stderr)

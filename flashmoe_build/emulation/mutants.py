@@ -24,13 +24,13 @@ from flashmoe_tools.report import utc_now, write_report
 WRITE_SECONDS = 60  # between two writes of the report during the hunt
 
 
-def in_turn(mutants: Sequence[Mutant]) -> list[Mutant]:
+def round_robin(mutants: Sequence[Mutant]) -> list[Mutant]:
     """The first mutant of every file, then the second of every file, so that a hunt that ends early has covered all files."""
-    place: Counter[str] = Counter()
+    position: Counter[str] = Counter()
     order: list[tuple[int, Mutant]] = []
     for mutant in sorted(mutants, key=lambda mutant: mutant.rank):  # synchronisation first
-        order.append((place[mutant.file], mutant))
-        place[mutant.file] += 1
+        order.append((position[mutant.file], mutant))
+        position[mutant.file] += 1
     return [mutant for _, mutant in sorted(order, key=lambda item: item[0])]
 
 
@@ -49,8 +49,8 @@ def hunt_all(mutants: Sequence[Mutant], workers: int, end: float, progress: Prog
                 yield waiting[future], kill
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(words)
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for torch in each worker
     wanted = [
         *(() if arguments.generated or arguments.every else load_mutants()),
@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
     end = begin + 60 * arguments.budget_minutes if arguments.budget_minutes else float("inf")
     written = begin
     with Progress("mutants", len(left)) as progress:
-        for _, kill in hunt_all(in_turn(left), arguments.jobs or jobs(), end, progress):
+        for _, kill in hunt_all(round_robin(left), arguments.jobs or jobs(), end, progress):
             kills[kill.name] = kill
             if arguments.json is not None and time.monotonic() > written + WRITE_SECONDS:
                 written = time.monotonic()
@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, metavar="N", help="hunts at once; default: MAX_JOBS, else at most 2")
     parser.add_argument("--budget-minutes", type=float, metavar="M", help="stop after that time")
     parser.add_argument(
-        "--json", type=Path, metavar="PATH", help="write a report; what it holds already is not hunted again"
+        "--json", type=Path, metavar="PATH", help="write a report; bugs in an existing one are not hunted again"
     )
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="write the kill table")
     return parser

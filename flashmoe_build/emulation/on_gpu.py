@@ -135,7 +135,7 @@ def main() -> int:
     driver = Driver()
     files = sorted(arguments.folder.glob("*.pt"))
     if not files:
-        print(f"{arguments.folder} holds no recorded launch", file=sys.stderr)
+        print(f"{arguments.folder} contains no recorded launch", file=sys.stderr)
         return 3
     results = []
     for path in files:

@@ -88,7 +88,7 @@ def _member(
         return name, enums[kind], kind
     if kind in known:
         return name, known[kind], ""
-    msg = f"{where}: {' '.join(text.split())!r} is no member that can be read; known: pointers, {', '.join((*SCALARS, *known))}"
+    msg = f"{where}: {' '.join(text.split())!r} is not a readable member; known: pointers, {', '.join((*SCALARS, *known))}"
     raise BuildError(msg)
 
 

@@ -87,7 +87,7 @@ def output(tensor: torch.Tensor, **options: Any) -> Buffer:
     return Buffer(tensor, writable=True, initialised=False, **options)
 
 
-def in_front(tensor: torch.Tensor | None, **options: Any) -> Buffer | None:
+def preceding(tensor: torch.Tensor | None, **options: Any) -> Buffer | None:
     """A buffer written by the grid that precedes a dependent launch."""
     return None if tensor is None else Buffer(tensor, is_from_preceding_grid=True, **options)
 
@@ -106,7 +106,7 @@ class Launch:
     blocks: int  # one per tile
     words: tuple[str, ...] = ()  # values of the axes that choose the entry point
     only_block: int | None = None  # if the problem is too large to run in full
-    most_blocks: int = EMULATED_MULTIPROCESSORS  # limit for a persistent grid
+    max_blocks: int = EMULATED_MULTIPROCESSORS  # limit for a persistent grid
 
     def buffers(self) -> Iterator[tuple[str, Buffer]]:
         """The buffers by parameter name."""
@@ -203,7 +203,7 @@ def geometry(unit: Unit, launch: Launch) -> Geometry:
     """Grid, threads, shared memory and registers at launch, as the host chooses them."""
     row = unit.row
     is_cut = row.schedule == "persistent" and launch.only_block is None
-    grid = min(launch.blocks, launch.most_blocks) if is_cut else launch.blocks
+    grid = min(launch.blocks, launch.max_blocks) if is_cut else launch.blocks
     registers = min(255, 65536 // (row.threads * row.min_blocks) // 8 * 8)  # per thread, as __launch_bounds__ allows
     return Geometry(grid, row.threads, row.smem_bytes(unit.dtype), registers, launch.only_block)
 

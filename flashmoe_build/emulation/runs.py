@@ -115,7 +115,7 @@ def run_cases(
                     runs.add(case, run_case(case, options, **changes))
                     progress.advance(label)
         except NotYet:
-            runs.stopped = "the time was over"
+            runs.stopped = "the time limit was reached"
         except KeyboardInterrupt:
             runs.stopped, runs.interrupted = "interrupted", True
         finally:

@@ -25,7 +25,7 @@ def reading(wheel: Wheel) -> Version:
     return Version(wheel.engine, wheel.version, torch_of(folder), read(folder, clauses))
 
 
-def judge(found: Version, recorded: Sequence[Version]) -> Iterator[Check]:
+def check_version(found: Version, recorded: Sequence[Version]) -> Iterator[Check]:
     """One check per difference, or a single one if there is none."""
     label = f"{found.engine} {found.version}"
     clauses = ENGINES[found.engine]
@@ -36,7 +36,7 @@ def judge(found: Version, recorded: Sequence[Version]) -> Iterator[Check]:
     if known is not None:
         wrong += [(f"{label} record", f"{one}; repeat with --record") for one in changes(known.found, found.found)]
     for name, text in wrong:
-        yield Check(name, Verdict.FAIL, text, "what flashmoe/integrations/ takes it for")
+        yield Check(name, Verdict.FAIL, text, "what flashmoe/integrations/ expects")
     if not wrong:
         yield Check(
             label, Verdict.PASS, f"{sum(c.applies(found.version) for c in clauses)} clauses hold; torch {found.torch}"
@@ -51,7 +51,7 @@ def work(options: argparse.Namespace) -> int:
         save(found)
         print(f"{RECORD.name}: {len(found)} versions written; ./nox -s docs rewrites the table")
     recorded = load()
-    checks = [check for one in found for check in judge(one, recorded)]
+    checks = [check for one in found for check in check_version(one, recorded)]
     checks += [
         Check(wheel.label, Verdict.FAIL, "is pinned, but not recorded", next_step="./nox -s engines -- --record")
         for wheel in wheels
@@ -67,7 +67,7 @@ def work(options: argparse.Namespace) -> int:
             fresh = reading(later)
             for change in changes(recorded_of(recorded, pins[-1]).found, fresh.found):
                 print(f"{later.label}, since {pins[-1].version}: {change}")
-            checks += judge(fresh, recorded)
+            checks += check_version(fresh, recorded)
     for check in checks:
         print(f"{check.verdict} {check.name}: {check.found}")
     return finish(clock.report("engines", checks, {"versions": [f"{one.engine} {one.version}" for one in found]}))
@@ -79,7 +79,7 @@ def recorded_of(recorded: Sequence[Version], wheel: Wheel) -> Version:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="nox -s engines --", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=sorted(ENGINES), default="", help="this engine alone")
+    parser.add_argument("--only", choices=sorted(ENGINES), default="", help="only this engine")
     parser.add_argument("--newest", action="store_true", help="also the newest releases on the index")
     parser.add_argument("--record", action="store_true", help="write what was read to recorded.json")
     options = parser.parse_args(arguments)

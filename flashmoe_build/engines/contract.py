@@ -172,7 +172,7 @@ def changes(before: Engine, after: Engine) -> list[Difference]:
         if isinstance(old, Signature) and isinstance(new, Signature):
             found += list(_changed(theirs, old, new))
         elif isinstance(old, frozenset) and isinstance(new, frozenset):
-            found += [Difference(theirs, name, "is there in one only") for name in sorted(old ^ new)]
+            found += [Difference(theirs, name, "is in only one of the two") for name in sorted(old ^ new)]
         else:
             found.append(Difference(theirs, theirs.rpartition(".")[2], "is gone" if new is None else "is new"))
     return found
@@ -189,6 +189,6 @@ def _changed(theirs: str, old: Signature, new: Signature) -> Iterator[Difference
     }:
         yield Difference(theirs, "order", f"was {old}, is {new}")
     if old.takes_more != new.takes_more:
-        yield Difference(theirs, "**", "takes further keywords in one only")
+        yield Difference(theirs, "**", "takes further keywords in only one of the two")
     if old.returns != new.returns:
         yield Difference(theirs, "return", f"was {old.returns}, is {new.returns}")

@@ -222,8 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 backend,
                 str(file),
             ]
-            wanted = {"FLASHMOE_VLLM_EXPERTS": "1" if backend else "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-            subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT, **wanted})
+            variables = {"FLASHMOE_VLLM_EXPERTS": "1" if backend else "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+            subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT, **variables})
             results[backend] = json.loads(file.read_text(encoding="utf-8"))
     equal, total, largest = compare(results[""]["found"], results["CUSTOM"]["found"])
     calls = results["CUSTOM"]["calls"]

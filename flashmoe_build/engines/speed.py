@@ -95,9 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--rounds", type=int, default=2, help="processes of each engine, in alternation")
     parser.add_argument(
-        "--compiled", action="store_true", help="vLLM's default, torch.compile, not CUDA graphs of decoding alone"
+        "--compiled", action="store_true", help="vLLM's default, torch.compile, not only CUDA graphs for decoding"
     )
-    parser.add_argument("--scale", type=float, default=1.0, help="of prompts' and answers' lengths")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the lengths of prompts and answers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--engine", nargs=3, metavar=("FOLDER", "BACKEND", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -135,8 +135,8 @@ def _engine(options: argparse.Namespace, scratch: str, name: str) -> dict[str, f
         *(["--compiled"] if options.compiled else []),
     ]
     command += ["--engine", scratch, "CUSTOM" if name == "flashmoe" else "", str(file)]
-    wanted = {"FLASHMOE_VLLM_EXPERTS": "1" if name == "flashmoe" and options.model == "moe" else "0"}
-    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT, **wanted})
+    variables = {"FLASHMOE_VLLM_EXPERTS": "1" if name == "flashmoe" and options.model == "moe" else "0"}
+    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT, **variables})
     rates: dict[str, float] = json.loads(file.read_text(encoding="utf-8"))
     return rates
 

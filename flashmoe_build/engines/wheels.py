@@ -64,14 +64,14 @@ def sources(wheel: Wheel, clauses: Sequence[Clause], kept: Path = KEPT) -> Path:
     """The folder with this wheel's METADATA and the modules that the contract names; downloads the wheel if it is missing."""
     folder = kept / f"{wheel.engine}-{wheel.version}"
     stamp = folder / "modules.txt"
-    wanted = "\n".join([wheel.sha256, *modules_of(clauses)])
-    if wheel.sha256 and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+    expected = "\n".join([wheel.sha256, *modules_of(clauses)])
+    if wheel.sha256 and stamp.is_file() and stamp.read_text(encoding="utf-8") == expected:
         return folder
     shutil.rmtree(folder, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="flashmoe-engines-") as scratch:
         archive = download(wheel, Path(scratch))
         extract(archive, modules_of(clauses), folder)
-    stamp.write_text(wanted, encoding="utf-8")
+    stamp.write_text(expected, encoding="utf-8")
     return folder
 
 
@@ -132,8 +132,8 @@ def newest(engine: str, after: Sequence[Wheel]) -> Wheel | None:
     return Wheel(engine, last.file.replace(last.version, found)) if number_of(found) > number_of(last.version) else None
 
 
-def _pip(words: Sequence[str], what: str) -> str:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
+def _pip(args: Sequence[str], what: str) -> str:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *args]
     with Progress(what):
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     if done.returncode == 0:
@@ -156,10 +156,10 @@ def read(folder: Path, clauses: Sequence[Clause]) -> dict[str, Found]:
         if isinstance(clause, Defines):
             found[clause.key] = abstract_methods(texts[module], path)
         elif isinstance(clause, Has):  # of all names found, those that some clause needs
-            asked = {
+            required = {
                 name for one in clauses if isinstance(one, Has) and one.theirs == clause.theirs for name in one.names
             }
-            found[clause.key] = names(texts[module], path) & asked
+            found[clause.key] = names(texts[module], path) & required
         else:
             found.setdefault(clause.key, signature(texts[module], path))
     return found

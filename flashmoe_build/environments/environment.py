@@ -36,7 +36,7 @@ TIMEOUT_VARIABLE = "FLASHMOE_INSTALL_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 1800.0
 STAMP = "flashmoe-environment.json"
 # Variables for uv that would change what is installed or disable the hash check.
-WITHHELD = (
+EXCLUDED_VARIABLES = (
     "UV_NO_VERIFY_HASHES",
     "UV_CONSTRAINT",
     "UV_OVERRIDE",
@@ -137,17 +137,17 @@ def python_candidates(choice: str, environ: Mapping[str, str], own: str) -> Iter
 
 def choose_python(choice: str, candidates: Iterator[str], probe: Callable[[str], str] = probe_python) -> Interpreter:
     """The first usable candidate. Raises LockError listing everything that was tried."""
-    looked = []
+    rejected = []
     for path in candidates:
         answer = probe(path)
         version, found = judge_python(answer)
         if version is not None and (not re.fullmatch(r"3\.\d+", choice) or f"{version[0]}.{version[1]}" == choice):
             return Interpreter(path, version, answer.rpartition("linux-")[2])
-        looked.append(f"  - {path}: {found}")
-    wanted = f"{PYTHON_VARIABLE}={choice}" if choice else "CPython 3.10, 3.11 or 3.12 for Linux x86-64 or AArch64"
-    listed = "\n".join(looked) or "  - nothing named python3, python3.12, python3.11 or python3.10 on PATH"
+        rejected.append(f"  - {path}: {found}")
+    required = f"{PYTHON_VARIABLE}={choice}" if choice else "CPython 3.10, 3.11 or 3.12 for Linux x86-64 or AArch64"
+    listed = "\n".join(rejected) or "  - nothing named python3, python3.12, python3.11 or python3.10 on PATH"
     msg = (
-        f"no Python for the locked environment: wanted {wanted} (numpy<2 has no wheels for later ones). Looked at:\n{listed}\n"
+        f"no Python for the locked environment: wanted {required} (numpy<2 has no wheels for later ones). Looked at:\n{listed}\n"
         f"Install one (`uv python install 3.12` needs no root; Debian: apt-get install python3), or name one: {PYTHON_VARIABLE}=/path/to/python3.12"
     )
     raise LockError(msg)
@@ -182,7 +182,7 @@ def uv_environment(environ: Mapping[str, str], fallback: Path = ROOT / ".nox" / 
 
     That happens in a container whose user has no home.
     """
-    kept = {key: value for key, value in environ.items() if key not in WITHHELD}
+    kept = {key: value for key, value in environ.items() if key not in EXCLUDED_VARIABLES}
     if kept.get("UV_CACHE_DIR") or kept.get("UV_NO_CACHE"):
         return kept
     folder = Path(kept.get("XDG_CACHE_HOME") or Path(kept.get("HOME") or _home_of_this_user()) / ".cache")
@@ -271,10 +271,10 @@ def prepare(lock: str, *, root: Path = ROOT, python: Interpreter | None = None, 
     try:
         return _prepare(lock, root, python, extra)
     except OSError as error:
-        told = explain_os_error(error)
-        if told is None:
+        reason = explain_os_error(error)
+        if reason is None:
             raise
-        msg = f"cannot make the environment of lockfiles/{lock}.txt: {told}"
+        msg = f"cannot make the environment of lockfiles/{lock}.txt: {reason}"
         raise LockError(msg) from error
 
 

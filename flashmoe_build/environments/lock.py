@@ -242,13 +242,13 @@ def verify_environment(
 
 def main(arguments: Sequence[str]) -> int:
     """``python -m flashmoe_build.environments.lock FILE``: 0 if this interpreter's environment is the locked one, else 1."""
-    asked = bool({"-h", "--help"} & set(arguments))
-    if asked or len(arguments) != 1:
+    is_help = bool({"-h", "--help"} & set(arguments))
+    if is_help or len(arguments) != 1:
         print(
             "usage: python -m flashmoe_build.environments.lock lockfiles/NAME.txt",
-            file=sys.stdout if asked else sys.stderr,
+            file=sys.stdout if is_help else sys.stderr,
         )
-        return 0 if asked else 2
+        return 0 if is_help else 2
     try:
         pins = verify_environment(Path(arguments[0]))
     except LockError as error:

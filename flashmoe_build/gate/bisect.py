@@ -97,9 +97,7 @@ def commit_named(root: Path, name: str) -> str:
 def search(task: Search) -> tuple[str, str]:
     """(first bad commit, git's log of the search); the commit is empty if too many had to be skipped."""
     if not git(task.root, "rev-list", "--ancestry-path", f"{task.good}..{task.bad}"):
-        msg = (
-            f"{task.good[:12]} is no ancestor of {task.bad[:12]}: name the last good commit first, then a later bad one"
-        )
+        msg = f"{task.good[:12]} is not an ancestor of {task.bad[:12]}: name the last good commit first, then a later bad one"
         raise ArgumentError(msg)
     task.reports.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="flashmoe-bisect-") as scratch:
@@ -118,7 +116,7 @@ def search(task: Search) -> tuple[str, str]:
 
 def _check_ends(task: Search, worktree: Path) -> None:
     """Judges both ends first: a search between ends that do not differ would only find noise."""
-    for commit, wanted in ((task.good, "good"), (task.bad, "bad")):
+    for commit, expected in ((task.good, "good"), (task.bad, "bad")):
         git(worktree, "checkout", "--detach", commit)
         subprocess.run(
             task.command,
@@ -129,22 +127,22 @@ def _check_ends(task: Search, worktree: Path) -> None:
             stdout=subprocess.DEVNULL,
         )
         found = task.words().get(commit, "nothing")
-        if found != wanted:
-            msg = f"{commit[:12]} was called {wanted}, but the gate says {found}: see {task.reports / commit}.json"
+        if found != expected:
+            msg = f"{commit[:12]} was given as {expected}, but the gate says {found}: see {task.reports / commit}.json"
             raise ArgumentError(msg)
 
 
 def report_of(task: Search, first_bad: str, log: str, started: str, seconds: float) -> Report:
     tried = {name: word for name, word in task.words().items() if name not in (task.good, task.bad)}
     listed = ", ".join(f"{name[:10]} {word}" for name, word in tried.items()) or "none was needed"
-    why = f"{len(tried)} commits in between were judged: {listed}"
+    why = f"{len(tried)} commits in between were tested: {listed}"
     last_good = commit_named(task.root, f"{first_bad}^") if first_bad else ""
     if first_bad:
         subject = git(task.root, "log", "-1", "--format=%s", first_bad)
         step = f"git show {first_bad}"
         check = Check("first bad commit", Verdict.PASS, f"{first_bad} {subject}", why=why, next_step=step)
     else:
-        check = Check("first bad commit", Verdict.FAIL, "not found: too many commits could not be judged", why=why)
+        check = Check("first bad commit", Verdict.FAIL, "not found: too many commits could not be tested", why=why)
     data: dict[str, Any] = {
         "schema": "flashmoe.bisect/1",
         "gate": task.gate,

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--budget-minutes", type=float, default=15.0, metavar="M", help="stop after this long (default: 15)")
     add("--rate", type=float, default=0.0, metavar="PER_HOUR", help="what an hour of this machine costs")
-    add("--only", metavar="A,B", help="these steps alone")
+    add("--only", metavar="A,B", help="only these steps")
     add("--root", type=Path, default=Path(), metavar="DIR", help="the checkout to look at (default: here)")
     add("--library", type=Path, metavar="FILE.so", help="built elsewhere: the build step is skipped")
     add("--json", type=Path, metavar="FILE", help="default: build/reports/gate.json")

@@ -67,13 +67,13 @@ def _outcome(
         report = read_report(report_path)
     except ReportError:
         return Outcome(Verdict.FAIL, f"exit {code} and no report: {tail} (all of it: {report_path.stem}.log)", seconds)
-    verdict, found = judge(report, ignore)
+    verdict, found = verdict_of(report, ignore)
     if code != 0 and verdict in (Verdict.PASS, Verdict.WARN) and not ignore:
         return Outcome(Verdict.FAIL, f"exit {code} although its report says {verdict}: {tail}", seconds, report)
     return Outcome(verdict, found, seconds, report)
 
 
-def judge(report: Report, ignore: Sequence[str]) -> tuple[Verdict, str]:
+def verdict_of(report: Report, ignore: Sequence[str]) -> tuple[Verdict, str]:
     """The worst verdict of the checks that count, and a description of the first check with that verdict."""
     checks = [check for check in report.checks if check.name not in ignore]
     verdict = overall(checks)

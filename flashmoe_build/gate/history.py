@@ -67,7 +67,7 @@ def read_history(folder: Path) -> dict[str, list[dict[str, Any]]]:
                 if record["schema"] != SCHEMA:
                     raise KeyError(record["schema"])
             except (ValueError, KeyError, TypeError) as error:
-                msg = f"{path.name} line {number} is no record of {SCHEMA}: {error!r}"
+                msg = f"{path.name} line {number} is not a record of {SCHEMA}: {error!r}"
                 raise ReportError(msg) from error
             found.setdefault(path.stem, []).append(record)
     return found
@@ -86,7 +86,7 @@ def why_not_good(record: Mapping[str, Any]) -> str:
     if not record["known_good"]:
         return "without a PASS of the emulation"
     if not record["commit"]:
-        return "of no known commit"
+        return "of an unknown commit"
     return "files differed from the commit (+)" if record["commit"].endswith("+") else ""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import flashmoe
 from flashmoe._version import WHEEL_PREFIX
-from flashmoe_build.gate.execute import Outcome, execute, judge
+from flashmoe_build.gate.execute import Outcome, execute, verdict_of
 from flashmoe_build.gate.steps import DECISION, PROOF, STEPS, Step
 from flashmoe_tools.progress import Progress
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, typed_command, utc_now, write_report
@@ -40,7 +40,7 @@ class Paths:
     def report_of(self, step: Step) -> Path:
         return Path(*self.fill([step.report], step)) if step.report else self.reports / f"{step.name}.json"
 
-    def fill(self, words: Sequence[str], step: Step, *, python: str = "python", budget: float = 0.0) -> list[str]:
+    def fill(self, command: Sequence[str], step: Step, *, python: str = "python", budget: float = 0.0) -> list[str]:
         """``words`` with the placeholders filled in; a word that is then empty is dropped."""
         objects, artifact = self.build / "objects", self.artifact
         table = {
@@ -53,7 +53,7 @@ class Paths:
             "objects": f"--objects={objects}" if objects.is_dir() and artifact.suffix == ".whl" else "",
             "budget": f"{budget:.0f}",
         }
-        return [filled for word in words if (filled := word.format(**table))]
+        return [filled for word in command if (filled := word.format(**table))]
 
 
 def find_paths(root: Path, library: Path | None = None) -> Paths:
@@ -153,7 +153,7 @@ class Pipeline:
 
         report = Report(DECISION, decide(baseline), {}, host_environment(), (), utc_now())
         write_report(self.paths.report_of(step), report)
-        verdict, found = judge(report, ())
+        verdict, found = verdict_of(report, ())
         speed = report.checks[0].found
         return Outcome(verdict, found if speed in found else f"{speed}; {found}", 0.0, report)
 

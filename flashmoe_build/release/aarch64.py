@@ -63,7 +63,7 @@ def emulated_python() -> Interpreter:
 def newest_wheel(folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
-        msg = f"{folder.relative_to(ROOT)} holds no wheel; ./nox -s build -- --platform {MACHINE}"
+        msg = f"{folder.relative_to(ROOT)} contains no wheel; ./nox -s build -- --platform {MACHINE}"
         raise BuildError(msg)
     return wheels[-1]
 
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False, prog="nox -s test_aarch64 --", description=__doc__.splitlines()[0]
     )
     parser.add_argument(
-        "--quick", action="store_true", help="a third of it, eleven minutes of an idle core under emulation"
+        "--quick", action="store_true", help="a third of the tests: eleven minutes on an idle core under emulation"
     )
     options, rest = parser.parse_known_args(arguments)
     files = [*rest, *(str(ROOT / name) for name in QUICK if options.quick)]

@@ -227,8 +227,8 @@ def _tests(python: Path, label: str, tests: Sequence[str]) -> tuple[Verdict, str
 def failures_of(lines: Sequence[str]) -> list[str]:
     """The tests that pytest lists as failed, then its messages: the only record of a failure that does not recur."""
     named = [line.strip() for line in lines if line.startswith(("FAILED", "ERROR"))]
-    told = [line[1:].strip() for line in lines if line.startswith("E   ") and line[1:].strip()]
-    return [*named[:5], *told[:8]]
+    messages = [line[1:].strip() for line in lines if line.startswith("E   ") and line[1:].strip()]
+    return [*named[:5], *messages[:8]]
 
 
 def run_version(torch: str, pythons: Mapping[str, str], setup: Setup) -> list[Cell]:

@@ -31,7 +31,7 @@ LIBRARY = "libflashmoe.so"
 # major version and any minor version that is not newer.
 VARIANTS = tuple(f"torch-stable-abi210-{backend}-x86_64-linux" for backend in ("cpu", "cu120", "cu130"))
 MINIMUM_KERNELS = "0.17.0"  # older versions give the module another name
-LEFT_OUT = ("flashmoe/_tables/", "flashmoe/__main__.py")
+EXCLUDED = ("flashmoe/_tables/", "flashmoe/__main__.py")
 CHECKER_MANYLINUX, CHECKER_PYTHON = "manylinux_2_28", "3.9"
 README = """---
 license: apache-2.0
@@ -57,10 +57,10 @@ Sources, documentation and measurements: {home}. Each variant holds the provenan
 def package_files(wheel: Path) -> dict[str, bytes]:
     """The contents of a variant's folder: the package as users import it, with its library, by path below the folder."""
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.startswith("flashmoe/") and not name.startswith(LEFT_OUT)]
+        names = [name for name in archive.namelist() if name.startswith("flashmoe/") and not name.startswith(EXCLUDED)]
         found = {PurePosixPath(name).relative_to("flashmoe").as_posix(): archive.read(name) for name in names}
     if LIBRARY not in found or "__init__.py" not in found:
-        msg = f"{wheel.name} holds no flashmoe/{LIBRARY}; name a wheel of `nox -s build`"
+        msg = f"{wheel.name} contains no flashmoe/{LIBRARY}; name a wheel of `nox -s build`"
         raise BuildError(msg)
     return found
 

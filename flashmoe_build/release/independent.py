@@ -28,8 +28,8 @@ from flashmoe._version import WHEEL_PREFIX
 from flashmoe.errors import BuildError
 from flashmoe_build.containers.base import bootstrap, installed, require_pinned
 from flashmoe_build.program import ROOT, OutOfReachError, Stopwatch, ending, finish, run
+from flashmoe_build.release.build_environment import OTHER_USER, BuildEnvironment, check_out
 from flashmoe_build.release.version import find_commit, project_version
-from flashmoe_build.release.worlds import OTHER_USER, World, check_out
 from flashmoe_tools.report import Check, Report, Verdict
 from flashmoe_tools.verify.content import Content, read_wheel
 from flashmoe_tools.verify.rebuild import compare
@@ -56,7 +56,7 @@ def python_folder() -> Path:
     """The folder of this Python, which must be separate from the system to be mounted elsewhere."""
     folder = Path(sys.base_prefix).resolve()
     if folder == Path("/usr"):
-        msg = "this Python lies in /usr, which the other system has of its own; name another: FLASHMOE_PYTHON (`uv python install 3.12`)"
+        msg = "this Python lies in /usr, which the other system also has; name another: FLASHMOE_PYTHON (`uv python install 3.12`)"
         raise OutOfReachError(msg)
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         msg = "building in another system needs root (mounts, chroot) and unshare; run this session as root"
@@ -86,7 +86,7 @@ def build_in(suite: str, system: Path, targets: str, jobs: int, cache: Path | No
                 break
             parent.chmod(0o755)  # /root too: the other user needs to traverse it
     (system / "dev" / "shm").mkdir(exist_ok=True)
-    check_out(World(suite, sources, 0o027, {}, reverse=True, user=OTHER_USER), ROOT)
+    check_out(BuildEnvironment(suite, sources, 0o027, {}, reverse=True, user=OTHER_USER), ROOT)
     if cache is not None:
         shutil.copytree(cache, sources / "build" / "cache")
         for path in (sources / "build", *(sources / "build").rglob("*")):
@@ -104,7 +104,7 @@ def build_in(suite: str, system: Path, targets: str, jobs: int, cache: Path | No
     return wheel
 
 
-def judge(suite: str, given: Content, rebuilt: Content) -> list[Check]:
+def check_rebuilt(suite: str, given: Content, rebuilt: Content) -> list[Check]:
     """The comparison of `verify --rebuild`. A difference that another host compiler explains is left to the other system to judge."""
     apart = _stated_apart(given, rebuilt)
     same = "the same but for the host compiler and its library"
@@ -133,8 +133,8 @@ def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | Non
     if given.stated.dirty or given.stated.commit != commit.commit or given.machine != platform.machine():
         found = f"{given.stated.commit[:12]}{' with changes' * given.stated.dirty} for {given.machine}"
         step = "check that commit out, or leave --wheel away"
-        wanted = f"rebuilding needs a wheel of the commit that is checked out, {commit.commit[:12]}, for {platform.machine()}"
-        msg = f"{wheel.name} is of commit {found}; {wanted}; {step}"
+        requirement = f"rebuilding needs a wheel of the commit that is checked out, {commit.commit[:12]}, for {platform.machine()}"
+        msg = f"{wheel.name} is of commit {found}; {requirement}; {step}"
         raise BuildError(msg)
     checks, cache = [], None
     data: dict[str, Any] = {"wheel_sha256": given.sha256, "host_compiler": given.stated.cxx, "systems": {}}
@@ -146,7 +146,7 @@ def rebuild(wheel: Path, jobs: int, bases: Path, scratch: Path, keep: Path | Non
             (keep / suite).mkdir(parents=True, exist_ok=True)
             shutil.copy(made, keep / suite)
         rebuilt = read_wheel(made, scratch / suite)
-        checks += judge(suite, given, rebuilt)
+        checks += check_rebuilt(suite, given, rebuilt)
         data["systems"][suite] = {
             "host_compiler": rebuilt.stated.cxx,
             "packages": {name: packages[name] for name in ("g++", "binutils", "libc6", "zlib1g") if name in packages},
@@ -174,7 +174,7 @@ def wheel_of_head(dist: Path, archs: str, jobs: int) -> Path:
     pattern = f"{WHEEL_PREFIX}{project_version(archs=archs)}-*_{platform.machine()}.whl"
     if not any(dist.glob(pattern)):
         if commit.dirty:
-            found = f"{dist.name}/ holds no wheel of the commit that is checked out, and files differ from that commit"
+            found = f"{dist.name}/ contains no wheel of the checked-out commit, and files differ from that commit"
             msg = f"{found}; commit or stash them, or give the wheel (--wheel FILE)"
             raise BuildError(msg)
         command = [sys.executable, "-m", "flashmoe_build", "--archs", archs, "--dist", str(dist)]

@@ -1,6 +1,6 @@
-"""``nox -s reproduce``: builds the same commit three times under different conditions ("worlds") and compares every byte.
+"""``nox -s reproduce``: builds the same commit three times in different environments and compares every byte.
 
-The worlds differ in path, file system, user, umask, locale, time zone, clock (where faketime is installed), hash seed, job
+The environments differ in path, file system, user, umask, locale, time zone, clock (where faketime is installed), hash seed, job
 count, file times, the order in which files were created, and cache (the third uses what the first compiled). Whatever cannot
 be varied on this machine is reported as SKIP.
 """
@@ -25,8 +25,8 @@ from flashmoe.errors import ExitCode
 from flashmoe_build.compile.archs import VARIABLES
 from flashmoe_build.program import ROOT, Stopwatch, ending, finish, run
 from flashmoe_build.release import independent
+from flashmoe_build.release.build_environment import OTHER_USER, BuildEnvironment, check_out
 from flashmoe_build.release.version import find_commit
-from flashmoe_build.release.worlds import OTHER_USER, World, check_out
 from flashmoe_tools.bench.stopping import stop_signals
 from flashmoe_tools.report import Check, Report, Verdict
 
@@ -67,8 +67,8 @@ def _as_user(name: str) -> tuple[str, ...]:
     return ("setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups")
 
 
-def plan(jobs: int, machine: Machine, scratch: Path, strange: Path) -> tuple[tuple[World, ...], list[Check]]:
-    """Three worlds as different as this machine allows, and a check for each condition that was or was not varied."""
+def plan(jobs: int, machine: Machine, scratch: Path, strange: Path) -> tuple[tuple[BuildEnvironment, ...], list[Check]]:
+    """Three environments as different as this machine allows, and a check for each condition that was or was not varied."""
     always = ("path", "umask", "locale", "time zone", "hash seed", "job count", "file times, creation order", "cache")
     checks = [Check(f"varied: {what}", Verdict.PASS) for what in always]
     prefix: tuple[str, ...] = ()
@@ -86,29 +86,29 @@ def plan(jobs: int, machine: Machine, scratch: Path, strange: Path) -> tuple[tup
     plain = {"LC_ALL": "C", "TZ": "UTC", "MAX_JOBS": str(jobs), "PYTHONHASHSEED": "1"}
     other = {"LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", "TZ": "Pacific/Kiritimati", "PYTHONHASHSEED": "2"}
     other["MAX_JOBS"] = str(jobs - 1 if jobs > 1 else 2)
-    first = World("plain", scratch / "a", 0o022, plain)
+    first = BuildEnvironment("plain", scratch / "a", 0o022, plain)
     folder = strange / "a much/longer path, with spaces"
-    second = World("strange", folder, 0o002, other, reverse=True, prefix=prefix, user=machine.other_user)
+    second = BuildEnvironment("strange", folder, 0o002, other, reverse=True, prefix=prefix, user=machine.other_user)
     cached = {**other, "FLASHMOE_CACHE_DIR": str(first.folder / "build" / "cache")}
-    return (first, second, World("cached", scratch / "cached one", 0o077, cached, reverse=True)), checks
+    return (first, second, BuildEnvironment("cached", scratch / "cached one", 0o077, cached, reverse=True)), checks
 
 
-def build_in(world: World, archs: str) -> Path:
-    """The wheel that this world builds."""
+def build_in(environment: BuildEnvironment, archs: str) -> Path:
+    """The wheel that this environment builds."""
     dropped = {*VARIABLES, "SOURCE_DATE_EPOCH", "FLASHMOE_CACHE_DIR"}
     kept = {key: value for key, value in os.environ.items() if key not in dropped}
-    own = {"FLASHMOE_ARCHS": archs, "HOME": str(world.folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [*world.prefix, sys.executable, "-m", "flashmoe_build"]
-    variables = {**kept, **own, **world.variables}
+    own = {"FLASHMOE_ARCHS": archs, "HOME": str(environment.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [*environment.prefix, sys.executable, "-m", "flashmoe_build"]
+    variables = {**kept, **own, **environment.variables}
     run(
         command,
-        f"world {world.name}",
+        f"environment {environment.name}",
         time_limit=TIME_LIMIT,
-        cwd=world.folder,
+        cwd=environment.folder,
         environment=variables,
-        umask=world.umask,
+        umask=environment.umask,
     )
-    (wheel,) = (world.folder / "dist").glob("*.whl")
+    (wheel,) = (environment.folder / "dist").glob("*.whl")
     return wheel
 
 
@@ -119,7 +119,7 @@ def members(wheel: Path) -> dict[str, str]:
     return {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest(), **inside}
 
 
-def compare(left: Mapping[str, str], right: Mapping[str, str], worlds: str) -> list[Check]:
+def compare(left: Mapping[str, str], right: Mapping[str, str], environments: str) -> list[Check]:
     """One check per file; a file on only one side is a difference."""
     checks = []
     for name in sorted({*left, *right}):
@@ -127,7 +127,7 @@ def compare(left: Mapping[str, str], right: Mapping[str, str], worlds: str) -> l
         found, expected = right.get(name, "not there"), left.get(name, "not there")
         step = "" if same else "unpack both wheels and run diffoscope on them (-- --keep DIR)"
         verdict = Verdict.PASS if same else Verdict.FAIL
-        checks.append(Check(f"same bytes, {worlds}: {name}", verdict, found, expected, next_step=step))
+        checks.append(Check(f"same bytes, {environments}: {name}", verdict, found, expected, next_step=step))
     return checks
 
 
@@ -147,38 +147,38 @@ def _explain(left: Path, right: Path) -> str:
 
 
 def reproduce(archs: str, jobs: int, scratch: Path, *, root: Path = ROOT, keep: Path | None = None) -> Report:
-    """Build in every world and compare each with the first. After Ctrl-C the comparisons made so far remain."""
+    """Build in every environment and compare each with the first. After Ctrl-C the comparisons made so far remain."""
     clock, commit, machine = Stopwatch(), find_commit(root), look_around()
     scratch.chmod(0o755)
     strange = Path(tempfile.mkdtemp(prefix="flashmoe-reproduce-", dir=machine.memory_folder or scratch))
     strange.chmod(0o755)
     try:
-        worlds, checks = plan(jobs, machine, scratch, strange)
+        environments, checks = plan(jobs, machine, scratch, strange)
         if commit.dirty:
             found = "uncommitted changes were not built"
             checks.append(Check("clean checkout", Verdict.WARN, found=found))
         data: dict[str, Any] = {"commit": commit.commit, "archs": archs, "seconds": {}, "explanations": {}}
         try:
-            for world in worlds:
+            for environment in environments:
                 begun = time.monotonic()
-                check_out(world, root)
-                wheel = build_in(world, archs)
-                data["seconds"][world.name] = round(time.monotonic() - begun, 1)
+                check_out(environment, root)
+                wheel = build_in(environment, archs)
+                data["seconds"][environment.name] = round(time.monotonic() - begun, 1)
                 if keep is not None:
-                    (keep / world.name).mkdir(parents=True, exist_ok=True)
-                    shutil.copy(wheel, keep / world.name)
-                if world is worlds[0]:
+                    (keep / environment.name).mkdir(parents=True, exist_ok=True)
+                    shutil.copy(wheel, keep / environment.name)
+                if environment is environments[0]:
                     first = wheel
                     data["wheel_sha256"] = members(wheel)[wheel.name]
-                    data["binaries"] = len(binaries(world.folder))
+                    data["binaries"] = len(binaries(environment.folder))
                     continue
-                pair = f"{worlds[0].name} and {world.name}"
+                pair = f"{environments[0].name} and {environment.name}"
                 found_checks = compare(members(first), members(wheel), pair)
                 if any(check.verdict is Verdict.FAIL for check in found_checks):
                     data["explanations"][pair] = _explain(first, wheel)
-                checks += found_checks + compare(binaries(worlds[0].folder), binaries(world.folder), pair)
+                checks += found_checks + compare(binaries(environments[0].folder), binaries(environment.folder), pair)
         except KeyboardInterrupt:
-            built = f"{len(data['seconds'])} of {len(worlds)} builds were done"
+            built = f"{len(data['seconds'])} of {len(environments)} builds were done"
             checks.append(Check(INTERRUPTED, Verdict.FAIL, built, "all of them, compared with the first"))
     finally:
         shutil.rmtree(strange, ignore_errors=True)
@@ -191,8 +191,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--archs", help="targets to build (default: all)")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--jobs", type=int, default=cores, help="compilers at once in the first world")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep each world's wheel there")
+    parser.add_argument("--jobs", type=int, default=cores, help="compilers at once in the first environment")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the wheel of each environment there")
     parser.add_argument(
         "--independent", action="store_true", help="rebuild a wheel of HEAD in two other systems instead"
     )

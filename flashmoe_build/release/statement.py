@@ -79,7 +79,7 @@ def write_statement(dist: Path, out: Path, root: Path = ROOT) -> Path:
     """Write the statement about every wheel and sdist in ``dist``. Raises BuildError if there are none, or no record of a build."""
     subjects = [*dist.glob("*.whl"), *dist.glob("*.tar.gz")]
     if not subjects:
-        msg = f"{dist.name} holds no wheel and no sdist; ./nox -s build makes the wheel"
+        msg = f"{dist.name} contains no wheel and no sdist; ./nox -s build makes the wheel"
         raise BuildError(msg)
     try:
         record = json.loads((out / "provenance.json").read_text(encoding="utf-8"))

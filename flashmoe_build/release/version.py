@@ -101,7 +101,7 @@ def check_release(tag: str, root: Path = ROOT) -> str:
         msg = f"the tag {tag!r} is not the version: {VERSION_FILE} says {base}, whose tag is {release_tag(base)}; correct one of them"
         raise BuildError(msg)
     if found != base:
-        msg = f"a build of this checkout is {found}, not {base}: a release needs a clean checkout of the commit that {tag} stands at"
+        msg = f"a build of this checkout is {found}, not {base}: a release needs a clean checkout of the commit tagged {tag}"
         raise BuildError(msg)
     return base
 

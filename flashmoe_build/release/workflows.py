@@ -36,7 +36,7 @@ NOT_RUN: Mapping[str, str] = {
 }
 
 
-def judge(needs: Mapping[str, Mapping[str, object]], runners: Sequence[str] = ()) -> Report:
+def check_jobs(needs: Mapping[str, Mapping[str, object]], runners: Sequence[str] = ()) -> Report:
     """The verdict over a workflow's jobs, from the platform's `needs` context. ``runners``: architectures with a runner."""
     checks = []
     for job, state in needs.items():
@@ -68,7 +68,7 @@ def summary(environment: Mapping[str, str]) -> int:
     except ValueError as error:
         msg = "NEEDS must hold the results of CI's jobs as JSON, GPU_RUNNERS a list; this session is for CI's last job"
         raise ReportError(msg) from error
-    report = judge(needs, runners)
+    report = check_jobs(needs, runners)
     code = finish(report)
     print(markdown(report))
     if environment.get("GITHUB_STEP_SUMMARY"):

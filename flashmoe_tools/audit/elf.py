@@ -333,14 +333,14 @@ def _symbols(elf: ELFFile, section: Any, versions: Mapping[int, tuple[str, str]]
         raise DamagedElfError(msg, "no linker writes so many for an extension; look at the file before you load it")
     bound = elf.get_section_by_name(".gnu.version") if section.name == ".dynsym" else None
     indices = struct.unpack(f"<{len(table) // _SYMBOL.size}H", bound.data()) if bound is not None else None
-    for number, (offset, info, other, place, _, size) in enumerate(_SYMBOL.iter_unpack(table)):
+    for number, (offset, info, other, section_index, _, size) in enumerate(_SYMBOL.iter_unpack(table)):
         if number == 0 or info & 0xF in (_SECTION, _FILE):
             continue
         name = strings[offset : strings.index(b"\0", offset)].decode("utf-8", "backslashreplace")
         library, version = versions.get(indices[number] & 0x7FFF, ("", "")) if indices is not None else ("", "")
         yield Symbol(
             name=name,
-            defined=place != _UNDEFINED,
+            defined=section_index != _UNDEFINED,
             binding=_BINDINGS.get(info >> 4, f"binding {info >> 4}"),
             hidden=other & 3 in (1, 2),
             size=size,
@@ -398,8 +398,8 @@ def _provided(path: Path, _changed: int, _size: int) -> Provided:
             indices = struct.unpack(f"<{len(table) // _SYMBOL.size}H", bound.data()) if bound is not None else ()
         names: set[str] = set()
         versions: dict[str, set[str]] = {}
-        for number, (offset, info, _, place, _, _) in enumerate(_SYMBOL.iter_unpack(table)):
-            if place == _UNDEFINED or info >> 4 == 0:
+        for number, (offset, info, _, section_index, _, _) in enumerate(_SYMBOL.iter_unpack(table)):
+            if section_index == _UNDEFINED or info >> 4 == 0:
                 continue
             name = strings[offset : strings.index(b"\0", offset)].decode("utf-8", "backslashreplace")
             names.add(name)

@@ -53,7 +53,7 @@ def read_embedded(path: Path) -> tuple[Binary, ...]:
     index, blob = section_data(elf, INDEX_SECTION), section_data(elf, BINARY_SECTION)
     if index is None or blob is None:
         lost = INDEX_SECTION if index is None else BINARY_SECTION
-        msg = f"{path.name} has no section {lost}: it holds no device code that the package could find"
+        msg = f"{path.name} has no section {lost}: it contains no device code that the package could find"
         raise EmbeddedError(msg, AGAIN)
     return parse_index(index, blob)
 
@@ -71,7 +71,7 @@ def parse_index(index: bytes, blob: bytes) -> tuple[Binary, ...]:
         msg = f"the index of embedded binaries cannot be read ({error})"
         raise EmbeddedError(msg, AGAIN) from error
     if not rows:
-        msg = "the index of embedded binaries is empty: this file holds no kernel"
+        msg = "the index of embedded binaries is empty: this file contains no kernel"
         raise NoBinariesError(msg, "check the targets of the build (FLASHMOE_ARCHS)")
     return tuple(rows)
 

@@ -103,7 +103,7 @@ def read_objects(folder: Path | None) -> tuple[ElfFacts, ...]:
         return ()
     paths = sorted(p for p in folder.rglob("*.o") if p.is_file())
     if not paths:
-        msg = f"{folder} holds no object file (*.o), so duplicate definitions cannot be looked for"
+        msg = f"{folder} contains no object file (*.o), so duplicate definitions cannot be looked for"
         raise EmptyInputError(msg, "give the folder that the compiler wrote its .o files to (build/objects)")
     return tuple(read_elf(path) for path in paths)
 
@@ -117,9 +117,10 @@ def audit_wheel(path: Path, options: Options, tables: Tables | None, objects: Se
             return [Subject(path.name, ours=False, checks=(input_check(error),))]
         subjects, facts, symbols = [], {}, 0
         for member in wheel.extensions:
-            carried = PurePosixPath(member).parent.name.endswith(".libs")
-            work = _carried if carried else _guarded
-            subject = work(member, wheel.root / member, options, tables, objects, wheel)
+            if PurePosixPath(member).parent.name.endswith(".libs"):
+                subject = _carried(member, wheel.root / member)
+            else:
+                subject = _guarded(member, wheel.root / member, options, tables, objects, wheel)
             subjects.append(subject)
             if subject.facts is not None:
                 facts[member] = subject.facts
@@ -152,9 +153,7 @@ def _guarded(
         return Subject(label, ours=False, checks=(input_check(error),))
 
 
-def _carried(
-    label: str, path: Path, options: Options, tables: Tables | None, objects: Sequence[ElfFacts], wheel: Wheel
-) -> Subject:
+def _carried(label: str, path: Path) -> Subject:
     """A library that auditwheel grafted into the wheel; it is not an extension, so it only has to be readable."""
     try:
         facts = read_elf(path)

@@ -44,7 +44,7 @@ class NoDynamicSymbolsError(AuditError):
 
 
 class EmptyInputError(AuditError):
-    """A folder or wheel that holds no extension at all."""
+    """A folder or wheel that contains no extension at all."""
 
     kind = "empty"
 

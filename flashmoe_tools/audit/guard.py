@@ -52,6 +52,6 @@ def parse_json(content: bytes, what: str) -> Any:
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     held = dict(pairs)
     if len(held) != len(pairs):
-        msg = f"one of {sorted(held)[:8]} stands twice"
+        msg = f"duplicate key among {sorted(held)[:8]}"
         raise ValueError(msg)
     return held

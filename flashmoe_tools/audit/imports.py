@@ -94,7 +94,7 @@ def _suffix_checks(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
         failed(
             f"module name: {module}",
             found=f"{listing(members, 4)} in {wheel.path.name}",
-            expected=f".cpython-{' or '.join(sorted(_pythons(wheel))) or '3XX'}-{facts[members[0]].machine}-linux-gnu.so, or .so alone",
+            expected=f".cpython-{' or '.join(sorted(_pythons(wheel))) or '3XX'}-{facts[members[0]].machine}-linux-gnu.so, or only .so",
             why="`import` fails: no module of that name, because Python looks for its own suffix.",
             cause="built by another Python or for another machine than the wheel's tag says",
             next_step="build it with the Python of the tag",
@@ -109,7 +109,7 @@ def _broken_check(wheel: Wheel, source: str, error: str) -> Check:
     why, step = "It runs at `import`, which fails.", "build the wheel again; do not install this one"
     name, expected = f"source: {source}", "a source that Python compiles"
     if newest > sys.version_info.minor and error.startswith("SyntaxError"):
-        step = f"audit with Python 3.{newest}, for which the wheel is"
+        step = f"audit with Python 3.{newest}, the wheel's version"
         return warned(name, error[:200], expected, "This Python is older than the wheel's.", step)
     return failed(
         name, found=error[:200], expected=expected, why=why, cause="damaged or made to look complete", next_step=step
@@ -155,7 +155,7 @@ def _torch_checks(wheel: Wheel, trees: Mapping[str, ast.Module], closures: Mappi
                     found=f"{listing(late, 3)} imports {module} without `import torch` before it",
                     expected="`import torch` first",
                     why=f"The loader does not find {listing(lent, 3)}: only torch, once loaded, brings them.",
-                    cause="the import was left out or sorted behind",
+                    cause="the import is missing or comes later",
                     next_step="import torch in the package before the extension",
                 )
             )

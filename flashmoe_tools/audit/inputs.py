@@ -80,7 +80,7 @@ def _folder(path: Path) -> Inputs:
     libraries = tuple((str(p.relative_to(path)), p) for p in files if EXTENSION.fullmatch(p.name))
     wheels = tuple(p for p in files if p.suffix == ".whl")
     if not libraries and not wheels:
-        msg = f"{path} holds no extension (*.so) and no wheel; it has {len(files)} files"
+        msg = f"{path} contains no extension (*.so) and no wheel; it has {len(files)} files"
         raise EmptyInputError(msg, "build first, or give the folder that the build wrote")
     return Inputs(libraries, wheels)
 
@@ -156,13 +156,13 @@ def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], 
     names = tuple(m.filename for m in members)
     extensions = tuple(n for n in names if EXTENSION.fullmatch(PurePosixPath(n).name))
     if not extensions:
-        msg = f"{path.name} holds no extension: none of its {len(names)} files is a shared object"
+        msg = f"{path.name} contains no extension: none of its {len(names)} files is a shared object"
         raise EmptyInputError(msg, "the build did not put the library into the wheel; look at the wheel hook")
     sources, metadata, other, digests = {}, {}, {}, {}
     budget = MAX_TEXT
     for member in members:
-        name, place = member.filename, PurePosixPath(member.filename)
-        is_read = _is_metadata(place) or (_is_text(place) and member.file_size <= MAX_SOURCE)
+        name, member_path = member.filename, PurePosixPath(member.filename)
+        is_read = _is_metadata(member_path) or (_is_text(member_path) and member.file_size <= MAX_SOURCE)
         kept = io.BytesIO() if is_read else None
         if kept is not None:
             budget -= member.file_size
@@ -176,11 +176,11 @@ def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], 
         else:
             digests[name] = _copy(archive, member, kept)
         data = kept.getvalue() if kept is not None else b""
-        if place.suffix == ".py":
+        if member_path.suffix == ".py":
             sources[name] = data.decode("utf-8", "replace")
-        elif _is_metadata(place):
-            metadata[place.name] = data.decode("utf-8", "replace")
-        if place.suffix in (".json", ".toml") and kept is not None:
+        elif _is_metadata(member_path):
+            metadata[member_path.name] = data.decode("utf-8", "replace")
+        if member_path.suffix in (".json", ".toml") and kept is not None:
             other[name] = data
     for needed in ("WHEEL", "METADATA", "RECORD"):
         if needed not in metadata:
@@ -190,12 +190,12 @@ def _read(path: Path, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo], 
     return Wheel(path, root, names, extensions, sources, metadata, other, digests, sizes)
 
 
-def _is_metadata(place: PurePosixPath) -> bool:
-    return len(place.parts) == 2 and place.parent.name.endswith(".dist-info")
+def _is_metadata(path: PurePosixPath) -> bool:
+    return len(path.parts) == 2 and path.parent.name.endswith(".dist-info")
 
 
-def _is_text(place: PurePosixPath) -> bool:
-    return place.suffix in (".py", ".json", ".toml")
+def _is_text(path: PurePosixPath) -> bool:
+    return path.suffix in (".py", ".json", ".toml")
 
 
 def _copy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, copy: BinaryIO | None) -> str:

@@ -25,11 +25,11 @@ class KernelAudit:
 
 def audit_kernels(binaries: Sequence[Binary], tables: Tables, targets: Sequence[str] | None) -> KernelAudit:
     """All checks on embedded binaries. ``targets``: what the build declares it holds; None means the whole table."""
-    wanted = tuple(targets) if targets is not None else tuple(t.name for t in tables.targets)
-    expected = {(u.name, u.target.name): u for u in tables.units(wanted)}
+    requested = tuple(targets) if targets is not None else tuple(t.name for t in tables.targets)
+    expected = {(u.name, u.target.name): u for u in tables.units(requested)}
     rows = tuple(launches(binaries, tables))
     checks = [
-        *_check_targets(binaries, tables, wanted),
+        *_check_targets(binaries, tables, requested),
         *_check_readable(binaries),
         *_check_set(binaries, expected),
         *_check_entries(binaries, expected),
@@ -43,7 +43,7 @@ def audit_kernels(binaries: Sequence[Binary], tables: Tables, targets: Sequence[
     return KernelAudit(tuple(checks), rows)
 
 
-def _check_targets(binaries: Sequence[Binary], tables: Tables, wanted: Sequence[str]) -> Iterator[Check]:
+def _check_targets(binaries: Sequence[Binary], tables: Tables, requested: Sequence[str]) -> Iterator[Check]:
     used = {u.target.name for u in tables.units()}
     held, name = {b.target for b in binaries}, "targets"
     unknown = sorted(held - {t.name for t in tables.targets})
@@ -56,7 +56,7 @@ def _check_targets(binaries: Sequence[Binary], tables: Tables, wanted: Sequence[
             cause="built from another arch.toml",
             next_step="add the target to csrc/tables/arch.toml, or build again",
         )
-    missing = [t for t in wanted if t in used and t not in held]
+    missing = [t for t in requested if t in used and t not in held]
     for target in missing:
         gpus = listing(tables.target(target).gpus)
         yield failed(
@@ -67,11 +67,11 @@ def _check_targets(binaries: Sequence[Binary], tables: Tables, wanted: Sequence[
             cause="the target was left out of the build, or its binaries were dropped at the link",
             next_step=f"build it: {BUILD}",
         )
-    left_out = sorted(used - set(wanted))
+    left_out = sorted(used - set(requested))
     if left_out:
         yield warned(
             name,
-            f"a partial build: it declares {listing(sorted(wanted))} and leaves out {listing(left_out)}",
+            f"a partial build: it declares {listing(sorted(requested))} and leaves out {listing(left_out)}",
             "every target of the table",
             "GPUs of the other targets have no kernel in this file.",
             f"for a release: {BUILD}",

@@ -91,7 +91,7 @@ def _absent_check(context: Context, soname: str, user: str) -> Check:
         )
     return failed(
         name,
-        found=f"{soname}, needed by {user}, is nowhere: in no run path, in torch, in the CUDA packages or the system",
+        found=f"{soname}, needed by {user}, was not found in the run paths, torch, the CUDA packages or the system",
         expected=expected,
         why=why,
         cause="not installed here, or left out of the wheel",
@@ -166,19 +166,19 @@ def check_versions(context: Context) -> list[Check]:
         checks.append(
             failed(
                 f"{name}: DT_RELR",
-                found="packed relocations, and no version that says so",
-                expected="GLIBC_ABI_DT_RELR asked of libc.so.6, or no packed relocations",
-                why="A loader before glibc 2.36 leaves them out without a word, and the first pointer crashes.",
+                found="packed relocations without GLIBC_ABI_DT_RELR",
+                expected="GLIBC_ABI_DT_RELR required from libc.so.6, or no packed relocations",
+                why="A loader before glibc 2.36 skips them silently, and the first pointer crashes.",
                 cause="linked with -z pack-relative-relocs, but without a symbol of the C library",
                 next_step="link without -z pack-relative-relocs",
             )
         )
-    asked = sorted({v for versions in context.facts.versions.values() for v in versions})
-    if not asked and not checks:
+    required = sorted({v for versions in context.facts.versions.values() for v in versions})
+    if not required and not checks:
         return [skipped(name, "no versioned symbol is used")]
     highest_asked = {
         family: max(
-            (v for v in asked if v.startswith(f"{family}_") and v[len(family) + 1 :][:1].isdigit()),
+            (v for v in required if v.startswith(f"{family}_") and v[len(family) + 1 :][:1].isdigit()),
             key=lambda v: version_key(v.partition("_")[2]),
             default="",
         )

@@ -57,11 +57,11 @@ def _hashes(table: bytes, names: list[bytes]) -> Iterator[str]:
         return
     expected, following = [0] * buckets, [value % buckets for value in hashes[1:]] + [-1]
     for index, value in enumerate(hashes):
-        place = value % buckets
-        expected[place] = expected[place] or first + index
+        bucket = value % buckets
+        expected[bucket] = expected[bucket] or first + index
         word = filters[value // 64 & (words - 1)]
         found = word >> value % 64 & word >> (value >> shift) % 64 & 1
-        if not found or chain[index] != (value & ~1 | (following[index] != place)):
+        if not found or chain[index] != (value & ~1 | (following[index] != bucket)):
             yield f".gnu.hash does not lead to {names[first + index].decode(errors='replace')}"
     if expected != list(starts):
         yield ".gnu.hash has other buckets than its symbols"

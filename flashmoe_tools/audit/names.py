@@ -98,14 +98,14 @@ def explain(missing: str, defined: Iterable[str]) -> NearMiss | None:
     twins = [name for name in same if canonical_types(name) == canonical_types(missing)]
     if twins:
         cause = (
-            f"`{twins[0]}` is defined, `{missing}` is wanted: the types name the same 16 bits, but as different C++ types "
+            f"`{twins[0]}` is defined, `{missing}` is required: the types name the same 16 bits, but as different C++ types "
             "they mangle differently, so caller and callee never meet"
         )
         return NearMiss(cause, tuple(twins))
-    wanted, there = template_arguments(missing), [template_arguments(name) for name in same]
-    if wanted and any(there):
+    required, there = template_arguments(missing), [template_arguments(name) for name in same]
+    if required and any(there):
         have = ", ".join(sorted({f"<{arguments}>" for arguments in there if arguments}))
-        cause = f"`{base}` is instantiated for {have} but not for <{wanted}>: the caller uses a type that was never instantiated"
+        cause = f"`{base}` is instantiated for {have} but not for <{required}>: the caller uses a type that was never instantiated"
         return NearMiss(cause, tuple(same))
     cause = (
         f"`{base}` is defined with another signature ({'; '.join(same[:3])}): the caller was compiled against a "

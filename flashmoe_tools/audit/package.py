@@ -94,9 +94,9 @@ def _lost(wheel: Wheel, idle: Sequence[str]) -> list[tuple[str, int, str]]:
     return list(lost.values())
 
 
-def _is_prose(text: str, place: int) -> bool:
+def _is_prose(text: str, offset: int) -> bool:
     """Whether the position is inside a comment or a string used as a statement, such as a docstring."""
-    if "#" in text[text.rfind("\n", 0, place) + 1 : place]:
+    if "#" in text[text.rfind("\n", 0, offset) + 1 : offset]:
         return True
     try:
         with warnings.catch_warnings():
@@ -104,7 +104,7 @@ def _is_prose(text: str, place: int) -> bool:
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False  # the check of sources reports Python that cannot be parsed
-    line = text.count("\n", 0, place) + 1
+    line = text.count("\n", 0, offset) + 1
     strings = (node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
     return any(node.lineno <= line <= node.end_lineno for node in strings)  # type: ignore[operator]
 

@@ -44,35 +44,35 @@ def check_symbol_table(context: Context) -> list[Check]:
 
 def check_undefined(context: Context) -> list[Check]:
     """Names that neither this file nor anything it needs defines: each of them makes the import fail."""
-    name, looked = "undefined symbols", look_up(context)
-    if not looked.missing:
-        return [passed(name, _said(context, looked)), *_not_looked_up(context, looked)]
-    names = demangle([s.name for s in looked.missing])
+    name, lookup = "undefined symbols", look_up(context)
+    if not lookup.missing:
+        return [passed(name, _summary(context, lookup)), *_not_looked_up(context, lookup)]
+    names = demangle([s.name for s in lookup.missing])
     if context.closure.absent:  # the missing library may define the names, so no other cause is proved
-        unread = [names[s.name] for s in looked.missing]
+        unread = [names[s.name] for s in lookup.missing]
         return [_unread_check(unread, tuple(context.closure.absent))]
     candidates = _defined_names(context)
-    return limited([_undefined_check(context, s, names[s.name], candidates) for s in looked.missing])
+    return limited([_undefined_check(context, s, names[s.name], candidates) for s in lookup.missing])
 
 
-def _said(context: Context, looked: Lookup) -> str:
+def _summary(context: Context, lookup: Lookup) -> str:
     """A summary of how each undefined symbol was judged, including those only compared with the floor."""
-    newer = sorted({s.version for s in looked.floor})
+    newer = sorted({s.version for s in lookup.floor})
     counts = (
-        (looked.found, "found by name and version in the libraries that it needs"),
-        (len(looked.python), f"exported by Python {here()}"),
-        (looked.torch, "of torch, judged by its own checks"),
-        (len(looked.floor), f"newer than this machine's libraries, so only compared with the floor: {listing(newer)}"),
-        (looked.open, "weak, and may stay open"),
+        (lookup.found, "found by name and version in the libraries that it needs"),
+        (len(lookup.python), f"exported by Python {here()}"),
+        (lookup.torch, "of torch, judged by its own checks"),
+        (len(lookup.floor), f"newer than this machine's libraries, so only compared with the floor: {listing(newer)}"),
+        (lookup.open, "weak, and may stay undefined"),
     )
     judged = "; ".join(f"{count} {words}" for count, words in counts if count)
     return f"{len(context.facts.undefined)} undefined" + (f": {judged}" if judged else "")
 
 
-def _not_looked_up(context: Context, looked: Lookup) -> list[Check]:
-    if not looked.other_python:
+def _not_looked_up(context: Context, lookup: Lookup) -> list[Check]:
+    if not lookup.other_python:
         return []
-    found = f"{len(looked.other_python)} not known to Python {here()}: {listing(looked.other_python)}"
+    found = f"{len(lookup.other_python)} not known to Python {here()}: {listing(lookup.other_python)}"
     return [
         warned(
             "Python names",
@@ -104,10 +104,10 @@ def _defined_names(context: Context) -> tuple[str, ...]:
 
 def _undefined_check(context: Context, symbol: Symbol, name: str, candidates: Sequence[str]) -> Check:
     cause, next_step = _cause(context, symbol, name, candidates)
-    wanted = f"{name}, version {symbol.version}" if symbol.version else name
+    missing = f"{name}, version {symbol.version}" if symbol.version else name
     return failed(
         f"undefined symbol: {name}",
-        found=f"{wanted} is undefined" + (f" [{symbol.name}]" if symbol.name != name else ""),
+        found=f"{missing} is undefined" + (f" [{symbol.name}]" if symbol.name != name else ""),
         expected="every name defined here or exported by a needed library",
         why="The loader stops at it: `undefined symbol` at import.",
         cause=cause,
@@ -127,7 +127,7 @@ def _cause(context: Context, symbol: Symbol, name: str, candidates: Sequence[str
         )
     library = context.resolver.elsewhere(symbol.name, context.closure)
     if library is not None:
-        return f"{library} exports it, but nothing that is needed brings that library in", f"link with {library}"
+        return f"{library} exports it, but no needed library loads that one", f"link with {library}"
     if not context.ours and symbol.name.startswith(("Py", "_Py")):
         return (
             f"Python {here()} does not export it: a misspelt name, or one of another version",

@@ -13,21 +13,21 @@ from flashmoe_tools.report import Check
 
 def check_torch_symbols(context: Context) -> list[Check]:
     """C++ names of torch that the file imports or exports. torch's C++ ABI changes with every release."""
-    wanted = [s.name for s in context.facts.undefined if is_torch(s.name)]
+    required = [s.name for s in context.facts.undefined if is_torch(s.name)]
     given = [s.name for s in context.facts.exported if is_torch(s.name)] if context.ours else []
-    if not wanted and not given:
+    if not required and not given:
         local = sum(is_torch(n) for n in context.facts.defined_names)
-        return [passed("torch C++ symbols", f"none wanted, none exported ({local} header-only ones stayed local)")]
-    names = demangle([*wanted, *given])
+        return [passed("torch C++ symbols", f"none required, none exported ({local} header-only ones stayed local)")]
+    names = demangle([*required, *given])
     checks = []
-    if wanted:
+    if required:
         checks.append(
             failed(
                 "torch C++ symbols",
-                found=f"{len(wanted)} wanted: {listing(names[n] for n in wanted)}",
+                found=f"{len(required)} required: {listing(names[n] for n in required)}",
                 expected="none: only the stable C shims (aoti_torch_*, torch_*)",
                 why="C++ symbols of torch change between releases, so the file works only with the torch it was built for.",
-                cause=f"sources include torch's C++ headers (namespaces {', '.join(sorted({root(n) for n in wanted}))})",
+                cause=f"sources include torch's C++ headers (namespaces {', '.join(sorted({root(n) for n in required}))})",
                 next_step="use only torch/csrc/stable and torch/headeronly, and build with TORCH_TARGET_VERSION set",
             )
         )
@@ -42,18 +42,18 @@ def check_torch_symbols(context: Context) -> list[Check]:
                 next_step="compile with -fvisibility=hidden and link with the version script",
             )
         )
-    return [*checks, *_check_resolves(context, wanted)]
+    return [*checks, *_check_resolves(context, required)]
 
 
-def _check_resolves(context: Context, wanted: Sequence[str]) -> list[Check]:
+def _check_resolves(context: Context, required: Sequence[str]) -> list[Check]:
     """Whether the installed torch has the C++ names that the file imports; if not, the file was built for another torch."""
     name, torch = "resolves against the installed torch", context.torch
-    if not wanted or torch is None:
-        return [skipped(name, "torch is not installed here", "install the torch you mean to use")] if wanted else []
+    if not required or torch is None:
+        return [skipped(name, "torch is not installed here", "install the torch you mean to use")] if required else []
     symbols = {s.name: s for s in context.facts.undefined}
-    lost = [n for n in wanted if not may_stay_open(context, symbols[n]) and not context.closure.gives(symbols[n])]
+    lost = [n for n in required if not may_stay_open(context, symbols[n]) and not context.closure.gives(symbols[n])]
     if not lost:
-        return [passed(name, f"all {len(wanted)} are exported by torch {torch.version}: it imports with this one")]
+        return [passed(name, f"all {len(required)} are exported by torch {torch.version}: it imports with this one")]
     names = demangle(lost)
     return limited(
         [

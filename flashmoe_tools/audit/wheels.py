@@ -88,7 +88,7 @@ def check_tag(wheel: Wheel, facts: Mapping[str, ElfFacts]) -> list[Check]:
             )
         )
     elif header.get("Root-Is-Purelib", "").lower() == "true":
-        why = "The tag keeps it to its platform, but pip unpacks it into the folder for pure Python, another one where lib64 is used."
+        why = "The tag keeps it to its platform, but pip unpacks it into the folder for pure Python, which differs where lib64 is used."
         step = "set pure_python = false in the build hook"
         checks.append(warned(f"{name}: Root-Is-Purelib", f"true, with {listing(platforms)}", "false", why, step))
     strangers = [m for m, f in facts.items() if not any(p == "any" or p.endswith(f.machine) for p in platforms)]

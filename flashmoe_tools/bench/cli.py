@@ -19,21 +19,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", choices=("auto", *DEVICES), default="auto")
     parser.add_argument("--preset", default="auto", metavar="GPU", help="auto, none, T4, L4, A100 or H100")
-    parser.add_argument("--contenders", metavar="A,B", help="instead of the suite's own")
-    parser.add_argument("--case", action="append", metavar="KEY", help="these cases alone (as reports name them)")
-    parser.add_argument("--dtype", action="append", choices=("f32", "f16", "bf16"), help="cases of this dtype alone")
+    parser.add_argument("--contenders", metavar="A,B", help="instead of the suite's")
+    parser.add_argument("--case", action="append", metavar="KEY", help="only these cases (keys as in reports)")
+    parser.add_argument("--dtype", action="append", choices=("f32", "f16", "bf16"), help="only cases of this dtype")
     parser.add_argument("--repeats", type=int, metavar="N", help="samples per contender (300 in the full suites)")
     parser.add_argument("--warm", action="store_true", help="leave L2 as it is between calls")
     parser.add_argument(
         "--sustained",
         action="store_true",
-        help="each sample is 0.4 s of calls back to back, with clock and watts beside it",
+        help="each sample is 0.4 s of calls back to back, recorded with clock and power",
     )
-    parser.add_argument("--quick", action="store_true", help="the suite's quick cases, in its quick time")
+    parser.add_argument("--quick", action="store_true", help="the suite's quick cases within its quick time limit")
     parser.add_argument(
         "--time-budget", type=float, metavar="SECONDS", help="fit the samples into this time, at least 30 per contender"
     )
-    parser.add_argument("--baseline-only", action="store_true", help="without our extension")
+    parser.add_argument("--baseline-only", action="store_true", help="leave out our extension")
     parser.add_argument("--seed", type=int, default=0, help="of inputs and orders")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write --markdown, --html and --summary of an old report or summary; with --ratchet hold it against the marks",
     )
     parser.add_argument(
-        "--index", type=Path, metavar="FOLDER", help="a page for each report in FOLDER, and an index of all"
+        "--index", type=Path, metavar="FOLDER", help="write a page for each report in FOLDER, and an index"
     )
-    parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="what changed from A to B")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("A.json", "B.json"), help="print changes from A to B")
     parser.add_argument("--fail-on", choices=("slower", "changed", "not-same"), help="exit 1 when a comparison says so")
     parser.add_argument(
         "--ratchet", type=Path, metavar="FILE.toml|FOLDER", help="check a run against the marks of its GPU, by its name"
@@ -101,7 +101,7 @@ def default_suite(device: str) -> str:
     return "cpu" if device == "cpu" or not torch.cuda.is_available() else "llm-prefill"
 
 
-def resolve_device(wanted: str, suites: list[Suite]) -> str:
+def resolve_device(requested: str, suites: list[Suite]) -> str:
     """The device of a run: the requested one, else cuda if there is one and the suites allow it."""
     import torch
 
@@ -109,15 +109,15 @@ def resolve_device(wanted: str, suites: list[Suite]) -> str:
     if not allowed:
         msg = f"the suites {', '.join(suite.name for suite in suites)} have no device in common; run them one by one"
         raise ArgumentError(msg)
-    if wanted == "auto":
-        wanted = "cuda" if "cuda" in allowed and torch.cuda.is_available() else allowed[0]
-    if wanted not in allowed:
-        msg = f"this suite runs on {' or '.join(allowed)}, not on {wanted}"
+    if requested == "auto":
+        requested = "cuda" if "cuda" in allowed and torch.cuda.is_available() else allowed[0]
+    if requested not in allowed:
+        msg = f"this suite runs on {' or '.join(allowed)}, not on {requested}"
         raise ArgumentError(msg)
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if requested == "cuda" and not torch.cuda.is_available():
         msg = "no CUDA GPU that torch can use; `python -m flashmoe doctor` says why; --device cpu runs the CPU suites"
         raise DeviceError(msg)
-    return wanted
+    return requested
 
 
 def merge(suites: list[Suite]) -> Suite:
@@ -200,7 +200,7 @@ def _measure_distributed(args: argparse.Namespace, suites: list[Suite], device: 
     from flashmoe_tools.bench.distributed.session import as_text, measure_distributed
 
     if len(suites) > 1:
-        msg = "a suite of several GPUs runs alone"
+        msg = "a multi-GPU suite cannot be combined with other suites"
         raise ArgumentError(msg)
     suite = suites[0].quick() if args.quick else suites[0]
     suite = replace(suite, repeats=args.repeats or suite.repeats)

@@ -89,7 +89,7 @@ def compare_reports(a: Report, b: Report, fail_on: str | None = None) -> Report:
 
 def _vanished(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Check]:
     return [
-        Check(f"{case} {name}", Verdict.WARN, "only in A", "in both reports", "a case that vanished hides a regression")
+        Check(f"{case} {name}", Verdict.WARN, "only in A", "in both reports", "a missing case may hide a regression")
         for case, name in sorted(_measured(a) - _measured(b))
     ]
 

@@ -23,7 +23,7 @@ class Prepared:
     """A contender bound to inputs: ``call`` gives the result; ``lse`` (ours only) gives attention's log-sum-exp to check.
 
     ``own``: the inputs of the problem that the contender computes, if that is not the case itself: a reference
-    measurement ("yardstick") such as our kernel without the window.
+    measurement such as our kernel without the window.
     """
 
     call: Call

@@ -55,10 +55,10 @@ def _cells(data: Mapping[str, Any]) -> list[str]:
     lines.append(
         "Ratio: baseline time / ours, above 1 is faster, with a 95% interval; + FASTER, - SLOWER, = SAME, ? AMBIGUOUS."
     )
-    yardsticks = sorted({name for cell in data["cells"] for name in cell.get("yardsticks", {})})
-    if yardsticks:
+    references = sorted({name for cell in data["cells"] for name in cell.get("yardsticks", {})})
+    if references:
         lines.append(
-            f"{', '.join(yardsticks)}: without what a case does to its scores; ratios are of TFLOP/s of visible work."
+            f"{', '.join(references)}: without what a case does to its scores; ratios are of TFLOP/s of visible work."
         )
     lines.append("")
     return lines

@@ -373,10 +373,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", action="append", choices=TASKS, help="this task only (may be repeated)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument(
-        "--limit", type=float, default=20.0, help="seconds for the rounds of a task; at least three are run"
+        "--limit", type=float, default=20.0, help="time limit for the rounds of a task; at least three are run"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="write the report there")
+    parser.add_argument("--json", type=Path, help="write the report to this file")
     options = parser.parse_args(arguments)
     started, clock = utc_now(), time.monotonic()
     models, tasks = options.model or tuple(CONTENDERS), options.task or TASKS

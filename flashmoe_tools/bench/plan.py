@@ -46,13 +46,13 @@ def plan_samples(
     """
     round_seconds = max(sum(sample_seconds), 1e-9)
     longest = min(block, max(1, int(ROUND_SECONDS / round_seconds))) if untimed else block
-    wanted = repeats
+    samples = repeats
     if share_seconds is not None:
         in_a_second = longest / (longest + untimed) / round_seconds
         floor = min(floor, max(MIN_BLOCKS, int(FLOOR_SECONDS * in_a_second)))
-        wanted = min(repeats, max(min(floor, repeats), int(share_seconds * in_a_second)))
-    size = max(1, min(longest, wanted // MIN_BLOCKS))
-    return Plan(blocks=max(1, -(-wanted // size)), block=size)
+        samples = min(repeats, max(min(floor, repeats), int(share_seconds * in_a_second)))
+    size = max(1, min(longest, samples // MIN_BLOCKS))
+    return Plan(blocks=max(1, -(-samples // size)), block=size)
 
 
 def share_of_budget(

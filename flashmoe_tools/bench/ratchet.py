@@ -74,7 +74,7 @@ def read_marks(path: Path) -> tuple[str, tuple[Mark, ...]]:
             raise ReportError(msg)
         return str(table["gpu"]), tuple(Mark(**row) for row in table.get("mark", []))
     except (OSError, KeyError, TypeError, tomllib.TOMLDecodeError) as error:
-        msg = f"{path.name} is no ratchet file: {error!r}"
+        msg = f"{path.name} is not a ratchet file: {error!r}"
         raise ReportError(msg) from error
 
 
@@ -153,7 +153,7 @@ def check_ratchet(path: Path, report: Report) -> int:
     if result.changed:
         target = path.with_suffix(".proposed.toml")
         write_marks(target, here, result.proposed, architecture(report))
-        print(f"{result.changed} new marks proposed in {target.name}; rename it over {path.name} to take them")
+        print(f"{result.changed} new marks proposed in {target.name}; rename it over {path.name} to accept them")
     summary = Report("bench-ratchet", result.checks)
     print(f"ratchet {here}: {overall(result.checks)}")
     return int(summary.exit_code)

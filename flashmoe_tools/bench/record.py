@@ -40,8 +40,8 @@ def cell_record(cell: Cell, ours: set[str], baseline: str, ceilings: CeilingRate
         },
         "telemetry": summarise(cell.readings),
         **({"load": loads} if (loads := _loads(cell)) else {}),
-        **({"yardsticks": {name: one.to_json() for name, one in cell.yardsticks.items()}} if cell.yardsticks else {}),
-        **summarise_cell(cell.case, blocks, ours, baseline, ceilings, cell.yardsticks),
+        **({"yardsticks": {name: one.to_json() for name, one in cell.references.items()}} if cell.references else {}),
+        **summarise_cell(cell.case, blocks, ours, baseline, ceilings, cell.references),
     }
     result: dict[str, Any] = finite(record)
     return result
@@ -79,7 +79,7 @@ def cell_checks(record: Mapping[str, Any], ours: set[str], baseline: str, *, smo
     if record["skipped"]:
         return [Check(key, Verdict.SKIP, record["skipped"], "samples", "nothing was proved about this case")]
     checks = [
-        Check(f"{key} {name}", Verdict.SKIP, reason, "a result", "this contender does not take the case")
+        Check(f"{key} {name}", Verdict.SKIP, reason, "a result", "this contender does not support the case")
         for name, reason in record["unsupported"].items()
     ]
     outcomes = record["verification"]
@@ -114,10 +114,10 @@ def _contender_check(
         step = "run the correctness tests of this head dim and mask"
         why = "a wrong result is never timed"
         if wrong is Verdict.WARN:
-            why, step = f"{why}; ours is right by the same reference", "look for the other library's fault"
+            why, step = f"{why}; ours is right by the same reference", "look for the error in the other library"
         return Check(title, wrong, outcome["reason"], f"max error at most {outcome['tolerance']:.3g}", why, step)
     if name not in record["summaries"]:
-        return Check(title, Verdict.SKIP, "no samples", "samples", "stopped before it was timed")
+        return Check(title, Verdict.SKIP, "no samples", "samples", "stopped before timing")
     median = record["summaries"][name]["median_us"]
     if warning:
         return Check(title, Verdict.WARN, warning, "", "thresholds.toml [speed]", "python -m flashmoe gate")
@@ -153,13 +153,13 @@ def quiet_check(device: str, cpu_busy: float | None, gpu_busy: float | None) -> 
     busy, limit = (gpu_busy, limits.gpu_busy) if device == "cuda" else (cpu_busy, limits.cpu_busy)
     if busy is None or busy <= limit:
         return None
-    why = "others take time from both sides of a ratio, unequally; intervals grow and a verdict may be about them"
+    why = "others take time from both sides of a ratio, unequally; intervals grow, and a verdict may reflect them"
     found = f"{device} busy {busy:.0%} of the time before the run"
     return Check(QUIET, Verdict.WARN, found, f"at most {limit:.0%}", why, "repeat when nothing else runs")
 
 
-def effective_baseline(names: Sequence[str], ours: set[str], wanted: str) -> str:
+def effective_baseline(names: Sequence[str], ours: set[str], requested: str) -> str:
     """The suite's baseline if it takes part, else the first contender that is not ours."""
-    if wanted in names:
-        return wanted
+    if requested in names:
+        return requested
     return next((name for name in names if name not in ours), "")

@@ -59,7 +59,7 @@ class Timing:
 class Cell:
     """The results for one case.
 
-    ``unsupported`` holds the contenders that refused it, with their reason; ``yardsticks`` the problems of contenders
+    ``unsupported`` holds the contenders that refused it, with their reason; ``references`` the problems of contenders
     that compute another problem.
     """
 
@@ -68,7 +68,7 @@ class Cell:
     coverage: float = 0.0
     verified: dict[str, Verification] = field(default_factory=dict)
     unsupported: dict[str, str] = field(default_factory=dict)
-    yardsticks: dict[str, Problem] = field(default_factory=dict)
+    references: dict[str, Problem] = field(default_factory=dict)
     timings: dict[str, Timing] = field(default_factory=dict)
     readings: list[Reading] = field(default_factory=list)
     seconds: float = 0.0
@@ -138,7 +138,7 @@ def _admit(
                 prepared = contender.prepare(inputs)
                 expected = reference
                 if prepared.own is not None:
-                    problem = cell.yardsticks[contender.name] = prepared.own.problem
+                    problem = cell.references[contender.name] = prepared.own.problem
                     expected = others.get(problem.key) or problem.make_reference(prepared.own)
                     others[problem.key] = expected
                 outcome = verify(prepared, inputs, expected)

@@ -206,7 +206,7 @@ def make_sampler(device: str, timing: str, *, flush: bool, telemetry: Telemetry 
     if device == "cpu" or timing == "wall":
         return WallSampler()
     if timing == "sustained":
-        return SustainedSampler(telemetry or Telemetry("nobody asked for it"))
+        return SustainedSampler(telemetry or Telemetry("not requested"))
     return GraphSampler() if timing == "graph" else EventSampler(flush=flush)
 
 

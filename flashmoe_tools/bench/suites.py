@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from flashmoe_tools.bench.distributed.parts import Part, parse_parts
+from flashmoe_tools.bench.distributed.workloads import Workload, parse_workloads
 from flashmoe_tools.operations import DEFAULT_OPERATION, Problem, fields, operations, packages, problem_type
 from flashmoe_tools.operations.fields import SuiteError
 from flashmoe_tools.toml import tomllib
@@ -47,14 +47,14 @@ class Suite:
     quick_budget: float = 25.0
     quick_keys: frozenset[str] = field(default_factory=frozenset)
     quick_only: tuple[Problem, ...] = ()
-    parts: tuple[Part, ...] = ()
+    workloads: tuple[Workload, ...] = ()
 
     def quick(self) -> Suite:
         """The cases marked ``quick`` (all if none is), with fewer samples. Cases marked "only" appear in no other run."""
         chosen = (*self.quick_only, *(case for case in self.cases if case.key in self.quick_keys)) or self.cases
-        parts = tuple(part for part in self.parts if part.key in self.quick_keys) or self.parts
+        works = tuple(work for work in self.workloads if work.key in self.quick_keys) or self.workloads
         return replace(
-            self, cases=chosen, parts=parts, repeats=min(self.repeats, self.quick_repeats), block=min(self.block, 3)
+            self, cases=chosen, workloads=works, repeats=min(self.repeats, self.quick_repeats), block=min(self.block, 3)
         )
 
 
@@ -99,7 +99,7 @@ def parse_suite(table: Mapping[str, Any], source: str) -> Suite:
     quick = fields.table(table.get("quick", {}), source, "quick")
     fields.known(quick, {"repeats", "time_budget"}, f"{source}: [quick]")
     rows = table.get("cases", [])
-    parts, quick_parts = parse_parts(table.get("parts"), source) if kind == "distributed" else ((), frozenset())
+    works, quick_works = parse_workloads(table.get("parts"), source) if kind == "distributed" else ((), frozenset())
     cases = _Cases() if kind != "operation" else _cases(rows, source, problem_type(operation))
     return Suite(
         name=fields.text(table.get("name"), source, "name"),
@@ -121,9 +121,9 @@ def parse_suite(table: Mapping[str, Any], source: str) -> Suite:
         operation=operation,
         quick_repeats=fields.count(quick.get("repeats", 30), source, "quick.repeats"),
         quick_budget=float(fields.count(quick.get("time_budget", 25), source, "quick.time_budget")),
-        quick_keys=frozenset(cases.quick) | quick_parts,
+        quick_keys=frozenset(cases.quick) | quick_works,
         quick_only=tuple(cases.only.values()),
-        parts=parts,
+        workloads=works,
     )
 
 

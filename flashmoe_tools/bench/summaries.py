@@ -23,13 +23,13 @@ def summarise_bench(report: Report) -> Report:
     """``report`` without samples, with numbers rounded to five significant digits."""
     data = report.data
     ceilings = data["ceilings"] and {key: value for key, value in data["ceilings"].items() if key != "samples"}
-    cells = [rounded(_kept(cell)) for cell in data["cells"]]
+    cells = [rounded(_cell(cell)) for cell in data["cells"]]
     kept = {**data, "schema": SUMMARY_SCHEMA, "ceilings": rounded(ceilings), "cells": cells}
     kept["aggregates"] = rounded(data["aggregates"])
     return replace(fold_checks(report), data=kept)
 
 
-def _kept(cell: Mapping[str, Any]) -> dict[str, Any]:
+def _cell(cell: Mapping[str, Any]) -> dict[str, Any]:
     """A cell as one row per contender and one per comparison."""
     times, comparisons = cell["summaries"], cell["comparisons"]
     row: dict[str, Any] = {"case": cell["case"], "timing": cell["timing"]}
@@ -55,7 +55,7 @@ def expand(report: Report) -> Report:
         ceilings = CeilingRates(table["matmul_tflops"], table["copy_gbps"]) if table else None
         cells = [_expanded(cell, ceilings) for cell in data["cells"]]
     except (KeyError, TypeError, ValueError) as error:
-        msg = f"the summary lacks or misstates a field of {SUMMARY_SCHEMA}: {error!r}"
+        msg = f"the summary has a missing or invalid field of {SUMMARY_SCHEMA}: {error!r}"
         raise ReportError(msg) from error
     return replace(report, data={**data, "schema": DATA_SCHEMA, "cells": cells})
 
@@ -63,7 +63,7 @@ def expand(report: Report) -> Report:
 def _expanded(row: Mapping[str, Any], ceilings: CeilingRates | None) -> dict[str, Any]:
     case, contenders = problem_from_json(row["case"]), row["contenders"]
     counts = {key: row[key] for key in ("samples", "blocks")}
-    summaries, yardsticks = {}, {}
+    summaries, references = {}, {}
     for name, found in contenders.items():
         if "median_us" in found:
             low, high = found["interval_us"]
@@ -72,7 +72,7 @@ def _expanded(row: Mapping[str, Any], ceilings: CeilingRates | None) -> dict[str
             own = case
             if "yardstick" in found:
                 own = case.from_key(found["yardstick"])
-                yardsticks[name] = own.to_json()
+                references[name] = own.to_json()
             summaries[name] = times | counts | rates(own, 1e3 * found["median_us"], interval, ceilings)
     return {
         "case": row["case"],
@@ -94,7 +94,7 @@ def _expanded(row: Mapping[str, Any], ceilings: CeilingRates | None) -> dict[str
         "peak_bytes": {},
         "summaries": summaries,
         "comparisons": [_comparison(pair, one, row["blocks"]) for pair, one in row["comparisons"].items()],
-        **({"yardsticks": yardsticks} if yardsticks else {}),
+        **({"yardsticks": references} if references else {}),
         **({"load": row["load"]} if "load" in row else {}),
     }
 

@@ -102,15 +102,15 @@ def summarise_cell(
     ours: set[str],
     baseline: str,
     ceilings: CeilingRates | None,
-    yardsticks: Mapping[str, Problem] = MappingProxyType({}),
+    references: Mapping[str, Problem] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """``{"timings": {name: summary}, "comparisons": [...]}`` of the contenders that have samples.
 
-    ``yardsticks`` compute another problem than the case; their rates count that problem's work, and ratios are of
+    ``references`` compute another problem than the case; their rates count that problem's work, and ratios are of
     rates.
     """
     measured = {name: blocks for name, blocks in timings.items() if blocks}
-    problems = {name: yardsticks.get(name, case) for name in measured}
+    problems = {name: references.get(name, case) for name in measured}
     comparisons = [
         compare_blocks(subject, base, measured[subject], measured[base], problems[subject].flops / problems[base].flops)
         for subject, base in pairs_to_compare(list(measured), ours, baseline)

@@ -203,8 +203,8 @@ def run_probe(environ: Mapping[str, str], library: Path | None, has_torch: bool,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        said = bytes(error.stdout or b"").decode(errors="replace")  # bytes, even with text=True
-        probe = parse_probe(1, said, f"no answer within {timeout_s:.0f} s", time.monotonic() - clock)
+        output = bytes(error.stdout or b"").decode(errors="replace")  # bytes, even with text=True
+        probe = parse_probe(1, output, f"no answer within {timeout_s:.0f} s", time.monotonic() - clock)
         return replace(probe, timed_out=True)
     except OSError as error:
         return Probe(ran=True, problem=str(error), seconds=time.monotonic() - clock)
@@ -213,36 +213,36 @@ def run_probe(environ: Mapping[str, str], library: Path | None, has_torch: bool,
 
 def parse_probe(status: int, stdout: str, stderr: str, seconds: float) -> Probe:
     """The facts from the JSON lines that the probe printed before it ended."""
-    told: dict[str, object] = {}
+    values: dict[str, object] = {}
     for line in stdout.splitlines():
         try:
             entry = json.loads(line)
         except ValueError:
             continue
         if isinstance(entry, dict):
-            told |= entry
-    if status != 0 and not told.get("torch") and not told.get("problem"):
+            values |= entry
+    if status != 0 and not values.get("torch") and not values.get("problem"):
         tail = (stderr.strip().splitlines() or [""])[-1]
-        told["problem"] = f"{f'ended by signal {-status}' if status < 0 else f'exit status {status}'}: {tail}".rstrip(
+        values["problem"] = f"{f'ended by signal {-status}' if status < 0 else f'exit status {status}'}: {tail}".rstrip(
             ": "
         )
-    elif status != 0 and told.get("torch") and not told.get("load_error"):
+    elif status != 0 and values.get("torch") and not values.get("load_error"):
         tail = (stderr.strip().splitlines() or [""])[-1]
         ending = f"ended by signal {-status}" if status < 0 else f"exit status {status}"
-        told["smoke" if told.get("loaded") else "load_error"] = f"{ending}: {tail}".rstrip(": ")
-        told["smoke_ok"] = False
-    targets = told.get("targets", ())
+        values["smoke" if values.get("loaded") else "load_error"] = f"{ending}: {tail}".rstrip(": ")
+        values["smoke_ok"] = False
+    targets = values.get("targets", ())
     return Probe(
         ran=True,
-        problem=str(told.get("problem", "")),
-        loaded=bool(told.get("loaded")),
-        load_error=str(told.get("load_error", "")),
-        torch_version=str(told.get("torch", "")),
-        torch_cuda=str(told.get("cuda", "")),
-        smoke=str(told.get("smoke", "")),
-        smoke_ok=bool(told.get("smoke_ok")),
-        smoke_raised=bool(told.get("smoke_raised")),
+        problem=str(values.get("problem", "")),
+        loaded=bool(values.get("loaded")),
+        load_error=str(values.get("load_error", "")),
+        torch_version=str(values.get("torch", "")),
+        torch_cuda=str(values.get("cuda", "")),
+        smoke=str(values.get("smoke", "")),
+        smoke_ok=bool(values.get("smoke_ok")),
+        smoke_raised=bool(values.get("smoke_raised")),
         targets=tuple(map(str, targets)) if isinstance(targets, list) else (),
         seconds=round(seconds, 2),
-        nccl=str(told.get("nccl", "")),
+        nccl=str(values.get("nccl", "")),
     )

@@ -118,7 +118,7 @@ def torch(facts: Facts) -> Check:
     imported = facts.probe.torch_version
     if imported and imported.partition("+")[0] != have.version.partition("+")[0]:
         found = f"{imported} is imported, {have.version or 'none'} is installed"
-        why = "another torch stands before the installed one on the path (PYTHONPATH, a folder of that name)"
+        why = "another torch precedes the installed one on the path (PYTHONPATH, a folder of that name)"
         return topic.failed(found, why, "python -c 'import torch; print(torch.__file__)'; remove it")
     found = f"{have.version}, built for {'CUDA ' + facts.torch_cuda if facts.torch_cuda else 'the CPU only'}"
     if facts.driver.gpus and not facts.torch_cuda:

@@ -99,7 +99,7 @@ class Problem(Protocol):
         """The problems in one table of a suite's ``cases``; ``where`` names the table in errors (fields.SuiteError)."""
 
 
-class RoomProblem:
+class ProblemBase:
     """Base of all problems: their fields as JSON, and inputs and reference from the package's ``reference.py``."""
 
     operation: ClassVar[str]
@@ -116,7 +116,7 @@ class RoomProblem:
         """Matches a key; one that is not written like ``example`` is an ArgumentError."""
         match = pattern.fullmatch(key)
         if match is None or match["dtype"] not in DTYPE_BYTES:
-            msg = f"{key!r} names no case; one is written as {example}"
+            msg = f"{key!r} is not a case key; example: {example}"
             raise ArgumentError(msg)
         return match
 
@@ -161,7 +161,7 @@ def problem_from_key(key: str) -> Problem:
         if problem.key == key:
             return problem
     msg = (
-        f"{key!r} names no case; of each operation one is written as {', '.join(kind.smallest().key for kind in kinds)}"
+        f"{key!r} is not a case key; an example for each operation: {', '.join(kind.smallest().key for kind in kinds)}"
     )
     raise ArgumentError(msg)
 

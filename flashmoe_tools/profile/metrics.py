@@ -74,7 +74,7 @@ def parse_csv(text: str) -> tuple[Launch, ...]:
     rows = list(csv.reader(io.StringIO("\n".join(lines[start:]))))
     header, units, launches = rows[0], rows[1] if len(rows) > 1 else [], rows[2:]
     if not launches:
-        msg = "the profiler's table holds no launch: no kernel matched its filter"
+        msg = "the profiler's table contains no launch: no kernel matched its filter"
         raise ReportError(msg)
     return tuple(_launch(header, units, row) for row in launches if len(row) == len(header))
 

@@ -22,7 +22,7 @@ def slowest_case(bench: Mapping[str, Any]) -> Problem:
         if row["subject"] == OURS and row["baseline"] == bench["baseline"]
     ]
     if not rows:
-        msg = "the bench report holds no ratio of ours to its baseline; name a case with --case"
+        msg = "the bench report contains no ratio of ours to its baseline; name a case with --case"
         raise ReportError(msg)
     return problem_from_json(min(rows, key=lambda row: float(row[0]))[1])
 

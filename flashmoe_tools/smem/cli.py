@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     tables = load_tables()
     check_arguments(args, tables)
     if args.arch is None:
-        wanted = families(tables, args.operation) if args.family is None else (args.family,)
-        gpus = tuple(gpu for gpu in tables.gpus if set(wanted) & set(gpu.families))
+        requested = families(tables, args.operation) if args.family is None else (args.family,)
+        gpus = tuple(gpu for gpu in tables.gpus if set(requested) & set(gpu.families))
     else:
         gpus = (named_gpu(tables, args.arch),)
     if not gpus:

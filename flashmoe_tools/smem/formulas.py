@@ -27,7 +27,7 @@ def _parse(text: str) -> ast.expr:
     try:
         return ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError) as error:
-        msg = f"{text!r} is no arithmetic: {error}"
+        msg = f"{text!r} is not an arithmetic expression: {error}"
         raise FormulaError(msg) from error
 
 

@@ -135,17 +135,17 @@ def rows_on(
     return tuple(row for target, row in usable if target == best)
 
 
-def pick_family(tables: Tables, gpu: Gpu, wanted: str | None, operation: str = ATTENTION) -> str:
+def pick_family(tables: Tables, gpu: Gpu, requested: str | None, operation: str = ATTENTION) -> str:
     """``wanted``, or the first of the GPU's families that has a kernel of the operation."""
     known = families(tables, operation)
-    if wanted is not None:
-        if wanted not in known:
-            msg = f"no kernel family {wanted!r}; known: {', '.join(known)}"
+    if requested is not None:
+        if requested not in known:
+            msg = f"no kernel family {requested!r}; known: {', '.join(known)}"
             raise ArgumentError(msg)
-        if wanted not in gpu.families:
-            msg = f"{gpu.name} runs the families {', '.join(gpu.families)}; {wanted} uses instructions that it lacks"
+        if requested not in gpu.families:
+            msg = f"{gpu.name} runs the families {', '.join(gpu.families)}; {requested} uses instructions that it lacks"
             raise ArgumentError(msg)
-        return wanted
+        return requested
     built = {row.family for row in tables.kernels if row.operation == operation}
     for family in gpu.families:
         if family in built:

@@ -80,7 +80,7 @@ def check_locks(content: Content, objects: Objects, commit: Commit) -> Check:
         if fnmatchcase(path, "lockfiles/*.txt") and path.count("/") == 1
     }
     if BUILD_LOCK not in paths:
-        msg = f"commit {commit.digest[:12]} has no lockfiles/{BUILD_LOCK}, so it is no commit of flashmoe"
+        msg = f"commit {commit.digest[:12]} has no lockfiles/{BUILD_LOCK}, so it is not a commit of flashmoe"
         raise VerifyError(msg)
     texts = objects.read([commit.tree[path] for path in paths.values()])
     held = {name: texts[commit.tree[path]] for name, path in paths.items()}
@@ -128,7 +128,7 @@ def verify(path: Path, request: Request) -> Report:
 
 def check_rebuild(content: Content, commit: Commit | None, request: Request, folder: Path) -> list[Check]:
     if not request.again:
-        found = "not asked for: the compiled library was compared with the wheel's own record only"
+        found = "not requested: the compiled library was compared with the wheel's own record only"
         return [Check("rebuilt wheel", Verdict.SKIP, found, next_step="--rebuild, in a clone")]
     if request.clone is None or commit is None:
         msg = "--rebuild needs a clone (--root CLONE) that has the wheel's commit, and a wheel of a clean commit"

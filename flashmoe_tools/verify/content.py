@@ -119,7 +119,7 @@ def read_stated(content: bytes | None, wheel: str) -> Stated:
             _field(row if isinstance(row, dict) else {}, name, str, "binaries.")
     targets = _field(record, "targets", list)
     if not all(isinstance(target, str) for target in targets):
-        msg = f"{RECORD}: targets holds something that is no name; build the wheel again"
+        msg = f"{RECORD}: targets contains something that is not a name; build the wheel again"
         raise VerifyError(msg)
     locks, compilers = _field(record, "locks", dict), _field(record, "compilers", dict)
     return Stated(
@@ -162,7 +162,7 @@ def check_host(content: Content) -> Check:
     own = [f"g++ {text.rsplit(' ', 1)[-1]}" for text in notes]
     name, shown = "platform and host compiler", f"{stated.platform}, {stated.cxx}"
     if stated.platform != content.machine or stated.cxx not in own:
-        why, step = "What the record states and the file does not bear out was edited.", "do not install this file"
+        why, step = "The record contradicts the file, so it was edited.", "do not install this file"
         expected = f"{content.machine}, {' or '.join(own) or 'a compiler'}, as in the library"
         return Check(name, Verdict.FAIL, shown, expected, why, step)
     further = sorted({*stated.record, *stated.compilers} - {*FIELDS, *PINNED, "cxx"})

@@ -54,7 +54,7 @@ def expected_content(objects: Objects, commit: Commit, tags: frozenset[str], par
     needed = ["pyproject.toml", VERSION_FILE]
     missing = [path for path in needed if path not in commit.tree]
     if missing:
-        msg = f"commit {commit.digest[:12]} has no {missing[0]}, so it is no commit of flashmoe"
+        msg = f"commit {commit.digest[:12]} has no {missing[0]}, so it is not a commit of flashmoe"
         raise VerifyError(msg)
     pyproject = _read(objects, commit, "pyproject.toml")
     project = metadata.read_project(pyproject)

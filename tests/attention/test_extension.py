@@ -19,7 +19,7 @@ import torch
 import flashmoe
 from flashmoe import _extension, _version
 from flashmoe.errors import ArgumentError, ExtensionError, TorchVersionError
-from tests.own_process import run_python
+from tests.forked_python import run_python
 
 USE = "import flashmoe; flashmoe.attention"
 

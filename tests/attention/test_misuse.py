@@ -22,7 +22,7 @@ from flashmoe.errors import (
     ShapeError,
 )
 from flashmoe.variables import CPU_ISAS
-from tests.own_process import run_python
+from tests.forked_python import run_python
 
 from .reference import DTYPES, Problem, check_attention, make_inputs
 

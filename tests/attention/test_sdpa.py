@@ -16,7 +16,7 @@ from flashmoe.attn import sdpa, sdpa_dispatch
 from flashmoe.attn.dropout import draw_state
 from flashmoe.attn.sdpa_dispatch import Path
 from flashmoe.errors import ArgumentError, DtypeError
-from tests.own_process import run_python
+from tests.forked_python import run_python
 
 from .reference import CLOSE, DTYPES, assert_ran_here
 

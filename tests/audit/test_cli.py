@@ -121,7 +121,7 @@ def test_a_source_folder_that_is_not_there_is_a_failure(sound: Path, tmp_path: P
     assert "gone is not a folder" in done.stdout
 
 
-def said(errors: str) -> str:
+def message(errors: str) -> str:
     """The lines without those that an audit of more than five seconds prints on a busy machine."""
     return "\n".join(line for line in errors.splitlines() if not line.startswith("audit of "))
 
@@ -131,7 +131,7 @@ def test_a_report_that_cannot_be_written_is_said_in_one_line(sound: Path, tmp_pa
     (tmp_path / "a file").touch()
     done = command(str(sound), "--json", str(tmp_path / place))
     assert done.returncode == ExitCode.FAILED
-    assert said(done.stderr).startswith("ReportError: cannot write ")
+    assert message(done.stderr).startswith("ReportError: cannot write ")
     assert "Traceback" not in done.stderr
 
 
@@ -158,7 +158,7 @@ def test_a_plain_install_says_what_a_command_needs_beside_it(
     filled = [word.format(wheel=workshop.wheel(package_files(sound))) for word in words]
     code = f"import sys; sys.modules[{module!r}] = None; from flashmoe.__main__ import main; sys.exit(main({filled!r}))"
     done = subprocess.run([sys.executable, "-c", code], cwd="/", env=environment(), capture_output=True, text=True)
-    assert (done.returncode, said(done.stderr)) == (ExitCode.FAILED, says)
+    assert (done.returncode, message(done.stderr)) == (ExitCode.FAILED, says)
 
 
 def test_torch_is_not_imported(sound: Path) -> None:

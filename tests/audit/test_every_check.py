@@ -227,7 +227,7 @@ LOADING: tuple[tuple[Callable[[Any], Any], bool, dict[str, Any], Told], ...] = (
     (loading.check_versions, True, {"versions": {"libc.so.6": (HIGHEST,)}}, [("PASS", FLOOR, HIGHEST)]),
     (loading.check_versions, True, {"has_packed_relocations": True, "versions": {"libc.so.6": ("GLIBC_ABI_DT_RELR",)}},
      [("FAIL", f"{FLOOR}: GLIBC_ABI_DT_RELR", f"GLIBC_ABI_DT_RELR {ITSELF}")]),
-    (loading.check_versions, True, {"has_packed_relocations": True}, [("FAIL", f"{FLOOR}: DT_RELR", "packed relocations, and no version that says so")]),
+    (loading.check_versions, True, {"has_packed_relocations": True}, [("FAIL", f"{FLOOR}: DT_RELR", "packed relocations without GLIBC_ABI_DT_RELR")]),
 )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def test_a_library_that_is_absent(tmp_path: Path, place: str) -> None:
     beside = "pkg/libx.so" if place == "member" else "libx.so"
     expected = {
         "path": "_C.so needs the path /opt/libx.so",
-        "nowhere": "libx.so, needed by _C.so, is nowhere: in no run path, in torch, in the CUDA packages or the system",
+        "nowhere": "libx.so, needed by _C.so, was not found in the run paths, torch, the CUDA packages or the system",
     }.get(place, f"_C.so needs libx.so; {beside} is there, but no run path leads to it")
     assert lost == ("FAIL", f"needed libraries: {soname}", expected)
     assert named == ("WARN", "needed libraries: liby.so", "in no run path, but a source names it")

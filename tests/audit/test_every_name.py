@@ -53,7 +53,7 @@ def test_what_is_said_of_a_name_that_nobody_gives() -> None:
     every = (_symbol("w", False, "weak"), "f", "aoti_torch_a", SUM, "PyLong_FromLong")
     found = (
         "5 undefined: 1 found by name and version in the libraries that it needs; 1 exported by Python {}; "
-        "2 of torch, judged by its own checks; 1 weak, and may stay open"
+        "2 of torch, judged by its own checks; 1 weak, and may stay undefined"
     )
     assert told(check(_wants(*every, gives=("f",)))) == [("PASS", "undefined symbols", found.format(lookup.here()))]
     assert told(check(_wants())) == [("PASS", "undefined symbols", "0 undefined")]
@@ -95,7 +95,7 @@ def test_where_a_missing_name_may_be(tmp_path: Path) -> None:
     assert cause(elsewhere="liba.so").startswith("liba.so exports it")
     assert cause(symbol="PyA").startswith("declared and called")
     assert cause(symbol="_PyA", ours=False).startswith("Python ")
-    assert cause("void f<__half>()", ("void f<c10::Half>()",)).startswith("`void f<c10::Half>()` is defined, `void f<__half>()` is wanted")  # fmt: skip
+    assert cause("void f<__half>()", ("void f<c10::Half>()",)).startswith("`void f<c10::Half>()` is defined, `void f<__half>()` is required")  # fmt: skip
     assert cause("void f<int>()", ("void f<float>()", "f()")).startswith("`f` is instantiated for <float> but not for <int>")  # fmt: skip
     assert cause("f(int)", ("f(float)",)).startswith("`f` is defined with another signature (f(float)): ")
     assert cause("f()", ("f()", "g()")) == "declared and called, and nothing that was linked defines it"
@@ -145,10 +145,10 @@ def test_weak_names_that_may_stay_open() -> None:
 
 def test_names_of_torch() -> None:
     check, weak = torch_symbols.check_torch_symbols, _symbol(ABS, False, "weak")
-    stays = [("PASS", "torch C++ symbols", "none wanted, none exported (1 header-only ones stayed local)")]
+    stays = [("PASS", "torch C++ symbols", "none required, none exported (1 header-only ones stayed local)")]
     assert told(check(_wants("f", _symbol(ABS)))) == told(check(_wants(ours=True, static=(_symbol(ABS),)))) == stays
     assert told(check(_wants(_symbol(ABS), ours=True))) == [("FAIL", "torch C++ symbols exported", "1 exported: at::abs(at::Tensor const&)")]  # fmt: skip
-    wanted = ("FAIL", "torch C++ symbols", "1 wanted: at::abs(at::Tensor const&)")
+    wanted = ("FAIL", "torch C++ symbols", "1 required: at::abs(at::Tensor const&)")
     there = ("PASS", "resolves against the installed torch", "all 1 are exported by torch 2.10.0: it imports with this one")  # fmt: skip
     assert told(check(_wants(weak))) == told(check(_wants(ABS, gives=(ABS,)))) == [wanted, there]
     lost = ("FAIL", "not in torch 2.10.0: at::abs(at::Tensor const&)", f"at::abs(at::Tensor const&) is undefined [{ABS}]")  # fmt: skip

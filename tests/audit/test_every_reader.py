@@ -233,12 +233,12 @@ def test_sections_of_device_code(monkeypatch: pytest.MonkeyPatch, lost: tuple[in
         assert tuple(map(bytes, embedded.read_embedded(Path("a.so")))) == (b"x", b"x")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("asked", "record", "declared"), [
+@pytest.mark.parametrize(("requested", "record", "declared"), [
     (None, None, None), (None, {}, None), (None, {"targets": ["sm_80"]}, ("sm_80",)), (("sm_75",), {"targets": ["sm_80"]}, ("sm_75",)),
     ((), {"targets": ["sm_80"]}, ()),
     (("sm_75",), None, ("sm_75",)), (None, {"targets": []}, ()),
 ])  # fmt: skip
-def test_targets_that_are_declared(monkeypatch: pytest.MonkeyPatch, asked: Any, record: Any, declared: Any) -> None:
+def test_targets_that_are_declared(monkeypatch: pytest.MonkeyPatch, requested: Any, record: Any, declared: Any) -> None:
     """The requested targets, those of the provenance, or the whole table.
 
     With no target, a library without binaries is a warning.
@@ -247,7 +247,7 @@ def test_targets_that_are_declared(monkeypatch: pytest.MonkeyPatch, asked: Any, 
     monkeypatch.setattr(engine, "read_embedded", lambda _: ("binary",))
     monkeypatch.setattr(engine, "check_provenance", lambda *given: (given[2],))
     monkeypatch.setattr(engine, "audit_kernels", lambda *given: kernels.KernelAudit(given, ("row",)))  # type: ignore[arg-type]
-    found, binaries = engine.audit_embedded(Path("a"), engine.Options(targets=asked), "tables", None)  # type: ignore[arg-type]
+    found, binaries = engine.audit_embedded(Path("a"), engine.Options(targets=requested), "tables", None)  # type: ignore[arg-type]
     assert found == kernels.KernelAudit((("binary",), "tables", declared, ("binary",)), ("row",))  # type: ignore[arg-type]
     assert tuple(map(str, binaries)) == ("binary",)
     for error in (NoBinariesError("none", "build"), AuditError("damaged", "build")):
@@ -256,7 +256,7 @@ def test_targets_that_are_declared(monkeypatch: pytest.MonkeyPatch, asked: Any, 
             raise error
 
         monkeypatch.setattr(engine, "read_embedded", fail)
-        found, binaries = engine.audit_embedded(Path("a"), engine.Options(targets=asked), "tables", None)  # type: ignore[arg-type]
+        found, binaries = engine.audit_embedded(Path("a"), engine.Options(targets=requested), "tables", None)  # type: ignore[arg-type]
         is_cpu = declared == () and isinstance(error, NoBinariesError)
         assert (found.checks[0].verdict, binaries) == (Verdict.WARN if is_cpu else Verdict.FAIL, ())
         assert found.checks[1:] == (((),) if is_cpu else ())
@@ -368,10 +368,10 @@ def test_where_a_library_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert resolver.elsewhere("g", resolve.Closure(libraries, {})) is None
     monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path}:")
     assert list(resolve.Resolver.process())[-2:] == [resolve.python_folder(), tmp_path]
-    asked: list[str] = []
-    monkeypatch.setattr(resolve.Resolver, "find", lambda _, soname, __: asked.append(soname))
+    requested: list[str] = []
+    monkeypatch.setattr(resolve.Resolver, "find", lambda _, soname, __: requested.append(soname))
     closure = without.closure(tmp_path / "a.so", ("gone.so", "gone.so"), Search())
-    assert (asked, closure.absent) == (["gone.so"], {"gone.so": "a.so"})
+    assert (requested, closure.absent) == (["gone.so"], {"gone.so": "a.so"})
 
 
 def test_libraries_that_the_loader_knows(monkeypatch: pytest.MonkeyPatch) -> None:

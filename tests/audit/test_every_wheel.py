@@ -134,7 +134,7 @@ def test_suffixes_that_python_looks_for(member: str, machine: str, wheel: str, i
     assert [check.name for check in found] == [] if is_right else ["module name: p._C"]
     if not is_right:
         wanted = "3XX" if wheel == "py3-none" else "311"
-        assert found[0].expected == f".cpython-{wanted}-{machine}-linux-gnu.so, or .so alone"
+        assert found[0].expected == f".cpython-{wanted}-{machine}-linux-gnu.so, or only .so"
         both = {member: _elf(machine=machine), "p/_C.so": _elf()}
         assert imports._suffix_checks(_sourced({}, wheel=f"a-1-{wheel}-linux_x86_64.whl"), both) == []
 
@@ -319,7 +319,7 @@ def test_names_of_inputs(tmp_path: Path) -> None:
     assert (report.data["path"], report.seconds < 60) == ("link.so", True)
     (tmp_path / "a.o").mkdir()
     for folder in (tmp_path, tmp_path / "gone"):
-        with pytest.raises(AuditError, match="holds no object file"):
+        with pytest.raises(AuditError, match="contains no object file"):
             engine.read_objects(folder)
 
 

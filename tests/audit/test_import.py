@@ -116,8 +116,8 @@ def test_what_does_not_import_fails(workshop: Workshop, tmp_path: Path) -> None:
     for name, (members, check) in broken_wheels(workshop).items():
         wheel = workshop.wheel(members, name=NAME)
         assert named(audit(wheel), check), name
-        status, told = outcome(wheel, tmp_path / name)
-        assert status, (name, told)
+        status, message = outcome(wheel, tmp_path / name)
+        assert status, (name, message)
 
 
 @pytest.mark.parametrize("option", ["audit", "depaudit", "filter", "auxiliary"])

@@ -79,7 +79,7 @@ def test_unreadable_file(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_folder_without_an_extension(tmp_path: Path, content: dict[str, str]) -> None:
     for name, text in content.items():
         (tmp_path / name).write_text(text)
-    assert "holds no extension (*.so) and no wheel" in refused(tmp_path, "empty").found
+    assert "contains no extension (*.so) and no wheel" in refused(tmp_path, "empty").found
     assert exit_is_empty(audit(tmp_path))
 
 
@@ -222,7 +222,7 @@ def test_wheel_with_damaged_member(workshop: Workshop, sound: Path) -> None:
 
 def test_wheel_without_an_extension(workshop: Workshop) -> None:
     path = workshop.wheel(PACKAGE)
-    assert "holds no extension" in refused(path, "empty").found
+    assert "contains no extension" in refused(path, "empty").found
     assert exit_is_empty(audit(path))
 
 

@@ -141,7 +141,7 @@ def test_names_fields_and_comments_of_members() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "told"),
+    ("at", "message"),
     [
         (6, "another name, other flags"),
         (8, "another name, other flags"),
@@ -151,7 +151,7 @@ def test_names_fields_and_comments_of_members() -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [io.BytesIO, Unseekable], ids=["sizes", "descriptors"])
-def test_fields_of_a_local_header(stream: type[io.BytesIO], at: int, told: str) -> None:
+def test_fields_of_a_local_header(stream: type[io.BytesIO], at: int, message: str) -> None:
     """A member with a descriptor may also have its size and checksum in the header, if they are correct."""
     content = bytearray(packed(stream=stream()))
     start = directory(bytes(content))
@@ -159,7 +159,7 @@ def test_fields_of_a_local_header(stream: type[io.BytesIO], at: int, told: str) 
     content[at : at + len(right)] = right
     assert problem(bytes(content)) == ""
     content[at] ^= 2
-    assert told in problem(bytes(content))
+    assert message in problem(bytes(content))
 
 
 @pytest.mark.parametrize("at", range(4, 22))
@@ -182,8 +182,8 @@ def test_a_zip64_end_record_begins_as_one(wrong: bytes) -> None:
         long = struct.pack("<4sQ2H2L4Q", wrong, rest, 45, 45, 0, 0, count, count, length, start) + gap
         whole = content[:-22] + long + struct.pack("<4sLQL", b"PK\6\7", 0, len(content) - 22, 1) + end
         with io.BytesIO(whole) as stream:
-            told = problem_of_layout(stream, zipfile.ZipFile(io.BytesIO(content)).infolist())
-        assert ("its last bytes are not the end record" in told) is not (is_right and wrong == b"PK\6\6")
+            message = problem_of_layout(stream, zipfile.ZipFile(io.BytesIO(content)).infolist())
+        assert ("its last bytes are not the end record" in message) is not (is_right and wrong == b"PK\6\6")
 
 
 SOUND = packed()
@@ -218,7 +218,7 @@ def hidden_in_a_member() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (named_twice(), "an extra field gives it a second name"),
         (hidden_in_a_member(), "its compressed data end before the next member begins"),
@@ -235,13 +235,13 @@ def hidden_in_a_member() -> bytes:
         (packed({**MEMBERS, "science/folder/": b"text"}), "is a folder with content"),
     ],
 )  # fmt: skip
-def test_what_only_some_readers_see_is_refused(content: bytes, told: str, tmp_path: Path) -> None:
+def test_what_only_some_readers_see_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
     """A second member before the archive, the first member or the directory; trailing bytes; a comment; names."""
     path = tmp_path / NAME
     path.write_bytes(content)
     with pytest.raises(AuditError, match="is not a valid wheel") as refused:
         unpack(path, tmp_path / "root")
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 @given(st.integers(0, len(SOUND)), st.binary(min_size=1, max_size=40), st.booleans())

@@ -118,7 +118,7 @@ def test_what_the_loader_refuses_or_crashes_on_fails(library: Path, tmp_path: Pa
 
     Except for UNNOTICED, this machine's loader refuses, asserts, crashes or does not find the function.
     """
-    edit, told = DAMAGE[kind]
+    edit, text = DAMAGE[kind]
     with library.open("rb") as stream:
         content = bytearray(stream.read())
         edit(content, ELFFile(stream))
@@ -126,7 +126,7 @@ def test_what_the_loader_refuses_or_crashes_on_fails(library: Path, tmp_path: Pa
     path.write_bytes(bytes(content))
     check = named(audit(path), "input: ")
     assert check.verdict is Verdict.FAIL
-    assert told in check.found
+    assert text in check.found
     loaded = subprocess.run([sys.executable, "-c", LOAD, str(path)], capture_output=True, timeout=60, check=False)
     assert loaded.returncode != 0 or kind in UNNOTICED
 

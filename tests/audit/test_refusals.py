@@ -107,8 +107,8 @@ def test_a_header_that_cannot_be_read(library: bytes, monkeypatch: pytest.Monkey
         raise AssertionError("what pyelftools raises")
 
     monkeypatch.setattr(elf, "require_pyelftools", lambda: damaged)
-    told = r"x: the ELF header cannot be read \(AssertionError: what pyelftools raises\)"
-    with pytest.raises(DamagedElfError, match=told):
+    text = r"x: the ELF header cannot be read \(AssertionError: what pyelftools raises\)"
+    with pytest.raises(DamagedElfError, match=text):
         elf.open_elf(library, "x")
 
 
@@ -141,7 +141,7 @@ def test_attributes_of_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "attribute", "told"),
+    ("header", "attribute", "text"),
     [
         (0, 40, ""),
         (40, 40, ""),
@@ -150,12 +150,12 @@ def test_attributes_of_kernels() -> None:
         (0, None, "no register"),
     ],
 )
-def test_registers_are_stated_once_or_alike(header: int, attribute: int | None, told: str) -> None:
+def test_registers_are_stated_once_or_alike(header: int, attribute: int | None, text: str) -> None:
     section = {"sh_info": header << 24, "sh_size": 8}
     file: Any = SimpleNamespace(get_section_by_name=lambda name: section if name == ".text.k" else None)
     shared = {} if attribute is None else {cubin._REGISTERS: attribute}
-    if told:
-        with pytest.raises(EmbeddedError, match=told):
+    if text:
+        with pytest.raises(EmbeddedError, match=text):
             cubin._kernel(file, "k", shared, has_reserved=False)
     else:
         assert cubin._kernel(file, "k", shared, has_reserved=False).registers == 40
@@ -178,7 +178,7 @@ def test_a_rule_of_ours_that_fails_is_not_the_files_doing() -> None:
     assert (check.verdict, check.found, check.next_step) == (Verdict.FAIL, "damage", "a step")
     (check,) = guard.guarded("x", raises(KeyError("damage")))
     assert check.found == "KeyError: 'damage'"
-    with pytest.raises(Exception, match=r"x is not JSON.*one of \['a'\] stands twice"):
+    with pytest.raises(Exception, match=r"x is not JSON.*duplicate key among \['a'\]"):
         guard.parse_json(b'{"a": 1, "a": 1}', "x")
 
 

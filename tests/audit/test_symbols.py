@@ -107,7 +107,7 @@ def test_f4_two_objects_define_the_same_function(workshop: Workshop, sound: Path
 
 
 def test_objects_folder_without_objects_fails(sound: Path, tables: Tables, tmp_path: Path) -> None:
-    assert "holds no object file" in named(audit(sound, Options(objects=tmp_path), tables), "input: empty").found
+    assert "contains no object file" in named(audit(sound, Options(objects=tmp_path), tables), "input: empty").found
 
 
 def test_our_library_judged_as_a_foreign_one(workshop: Workshop, rows: tuple[Row, ...], tables: Tables) -> None:
@@ -137,7 +137,7 @@ def test_f12_built_for_another_torch(workshop: Workshop) -> None:
     source = '#include <cstdint>\nnamespace c10::cuda { int8_t ExchangeDevice(char device); }\nextern "C" void PyInit__C() { c10::cuda::ExchangeDevice(0); }'
     report = audit(workshop.extension({"bind.cpp": source}))
     refused, lost = named(report, "torch C++ symbols"), named(report, "not in torch")
-    assert refused.found == "1 wanted: c10::cuda::ExchangeDevice(char)"
+    assert refused.found == "1 required: c10::cuda::ExchangeDevice(char)"
     assert "c10::cuda::ExchangeDevice(char)" in lost.name
     assert "built against another torch" in lost.why
 

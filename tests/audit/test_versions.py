@@ -81,7 +81,7 @@ def test_versions_are_auditwheels() -> None:
 
 def test_the_report_says_how_each_symbol_was_judged(sound: Path, tables: Tables) -> None:
     found = next(c.found for c in audit(sound, tables=tables).checks if c.name == "undefined symbols")
-    assert found == "5 undefined: 1 of torch, judged by its own checks; 4 weak, and may stay open"
+    assert found == "5 undefined: 1 of torch, judged by its own checks; 4 weak, and may stay undefined"
 
 
 def test_a_needed_library_that_is_nowhere(workshop: Workshop) -> None:
@@ -96,13 +96,11 @@ def test_a_needed_library_that_is_nowhere(workshop: Workshop) -> None:
     )
     path = workshop.extension({"bind.cpp": CALL}, link=[str(middle), BESIDE, "-Wl,--allow-shlib-undefined"])
     report = audit(path)
-    assert "libmiddle.so, needed by _C.so, is nowhere" in named(report, "needed libraries: libmiddle.so").found
+    assert "libmiddle.so, needed by _C.so, was not found" in named(report, "needed libraries: libmiddle.so").found
     assert "not on this machine: libmiddle.so" in named(report, "undefined symbols").why
     beside(path, middle)
     report = audit(path)
-    assert (
-        "libleaf.so, needed by libmiddle.so, is nowhere" in only_failure(report, "needed libraries: libleaf.so").found
-    )
+    assert "needed by libmiddle.so, was not found" in only_failure(report, "needed libraries: libleaf.so").found
 
 
 def test_a_library_where_only_the_loader_looks(
@@ -183,7 +181,7 @@ def test_a_name_that_another_library_of_torch_exports(workshop: Workshop) -> Non
     """Not "another signature": the library exists, but nothing loads it."""
     source = 'extern "C" void* THPVariableClass; extern "C" void* PyInit__C() { return THPVariableClass; }'
     check = named(audit(workshop.extension({"bind.cpp": source})), "undefined symbol: THPVariableClass")
-    assert "libtorch_python.so exports it, but nothing that is needed brings that library in" in check.why
+    assert "libtorch_python.so exports it, but no needed library loads that one" in check.why
 
 
 def test_no_other_cause_is_given_while_a_library_is_absent(workshop: Workshop) -> None:

@@ -28,7 +28,7 @@ def test_a_problem_is_named_counted_and_read_back() -> None:
     assert 2 * backward.flops == 5 * forward.flops
     rows = forward.batch * forward.heads_q * forward.seq_q
     assert backward.bytes_moved == 2 * forward.bytes_moved + 4 * rows
-    with pytest.raises(ArgumentError, match="names no case"):
+    with pytest.raises(ArgumentError, match="is not a case key"):
         AttentionProblem.from_key(backward.key)  # a report of one is not mistaken for the other
 
 

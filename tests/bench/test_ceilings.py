@@ -12,41 +12,41 @@ from flashmoe_tools.bench.suites import load_suite, suite_names
 
 def times(monkeypatch: pytest.MonkeyPatch, answer: dict[int, float]) -> list[Product]:
     """Each product takes the time that ``answer`` gives for its size; returns the requested products."""
-    asked: list[Product] = []
+    requested: list[Product] = []
 
     def product(device: str, one: Product) -> list[int]:
-        asked.append(one)
+        requested.append(one)
         return [int(answer[one.size]), int(3 * answer[one.size])]
 
     monkeypatch.setattr(ceilings, "PRODUCT_SIZE", {"cpu": 128})
     monkeypatch.setattr(ceilings, "COPY_BYTES", {"cpu": 1000})
     monkeypatch.setattr(ceilings, "_product", product)
     monkeypatch.setattr(ceilings, "_copy", lambda device: [400, 200])
-    return asked
+    return requested
 
 
 def test_the_fastest_product_and_the_fastest_copy_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = times(monkeypatch, {64: 1000.0, 128: 4000.0})
+    requested = times(monkeypatch, {64: 1000.0, 128: 4000.0})
     found = measure_ceilings("cpu", ["f32", "f32"])
-    assert [(one.size, one.transposed) for one in asked] == [(64, False), (64, True), (128, False), (128, True)]
+    assert [(one.size, one.transposed) for one in requested] == [(64, False), (64, True), (128, False), (128, True)]
     assert found.matmul_tflops == {"f32": 2 * 128**3 / 4000 / 1e3}
     assert found.matmul_of["f32"].startswith("f32 128 x 128")
     assert found.copy_gbps == 2 * 1000 / 200
 
 
 def test_where_a_product_is_slow_no_larger_one_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = times(monkeypatch, {64: ceilings.SLOW + 1, 128: 1.0})
+    requested = times(monkeypatch, {64: ceilings.SLOW + 1, 128: 1.0})
     measure_ceilings("cpu", ["f32"])
-    assert len(asked) == 1
-    asked = times(monkeypatch, {64: ceilings.SLOW, 128: 1.0})
+    assert len(requested) == 1
+    requested = times(monkeypatch, {64: ceilings.SLOW, 128: 1.0})
     measure_ceilings("cpu", ["f32"])
-    assert len(asked) == 4
+    assert len(requested) == 4
 
 
 def test_16_bits_on_a_cpu_may_be_computed_in_another_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = times(monkeypatch, {64: 1000.0, 128: 4000.0})
+    requested = times(monkeypatch, {64: 1000.0, 128: 4000.0})
     assert set(measure_ceilings("cpu", ["bf16"]).matmul_tflops) == {"bf16"}
-    assert {one.dtype for one in asked} == {"bf16", "f16", "f32"}
+    assert {one.dtype for one in requested} == {"bf16", "f16", "f32"}
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -223,7 +223,7 @@ def test_a_damaged_summary_is_refused(tmp_path: Path) -> None:
     kept = summarise_bench(synthetic_report(speeds=SPEEDS))
     cells = [{key: value for key, value in kept.data["cells"][0].items() if key != "contenders"}]
     write_report(tmp_path / "kept.json", replace(kept, data={**kept.data, "cells": cells}))
-    with pytest.raises(ReportError, match=r"lacks or misstates a field of flashmoe.bench-summary/1: KeyError\('cont"):
+    with pytest.raises(ReportError, match=r"missing or invalid field of flashmoe.bench-summary/1: KeyError\('cont"):
         read_bench(tmp_path / "kept.json")
 
 

@@ -95,8 +95,8 @@ def test_suites_that_measure_otherwise_are_not_one() -> None:
     assert cli.merge([first]) is first
     for change in ({"timing": "graph"}, {"flush_l2": not first.flush_l2}, {"baseline": "other"}, {"operation": "moe"}):
         other = replace(first, name="other", **change)
-        told = "are of .* and moe" if "operation" in change else "measure differently"
-        with pytest.raises(ArgumentError, match=f"suites {first.name} and other {told}; run them one by one"):
+        message = "are of .* and moe" if "operation" in change else "measure differently"
+        with pytest.raises(ArgumentError, match=f"suites {first.name} and other {message}; run them one by one"):
             cli.merge([first, other])
     both = cli.merge(
         [first, replace(first, name="other", title="O", contenders=("x", *first.contenders), cases=first.cases[:1])]

@@ -76,7 +76,7 @@ def test_a_file_of_marks(tmp_path: Path, arch: str) -> None:
     with pytest.raises(ReportError, match=r"marks\.toml has schema 2; this flashmoe reads 1"):
         ratchet.read_marks(path)
     path.write_text("schema = 1")
-    with pytest.raises(ReportError, match=r"marks\.toml is no ratchet file: KeyError"):
+    with pytest.raises(ReportError, match=r"marks\.toml is not a ratchet file: KeyError"):
         ratchet.read_marks(path)
     for gpu, name, own, file in (
         ({"name": "NVIDIA H200", "capability": "9.0"}, "NVIDIA H200", "sm90", "ratchet-nvidia-h200.toml"),
@@ -115,17 +115,17 @@ def test_marks_that_are_proposed(busy: bool, ours: bool) -> None:
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-@pytest.mark.parametrize(("text", "told"), [("", "ValueError: "), (" \none\ntwo", "ValueError: one")])
-def test_a_refusal(is_ours: bool, text: str, told: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [("", "ValueError: "), (" \none\ntwo", "ValueError: one")])
+def test_a_refusal(is_ours: bool, text: str, message: str) -> None:
     cell = runner.Cell(None)  # type: ignore[arg-type]
     right = Verification(True, 0.0, 0.1, None, 1.0, "")
     cell.verified["a"] = right
     runner._refused(cell, SimpleNamespace(name="a", ours=is_ours), ValueError(text), 0.25)  # type: ignore[arg-type]
     if is_ours:
         wrong = cell.verified["a"]
-        assert (wrong.passed, wrong.tolerance, wrong.reason, cell.unsupported) == (False, 0.25, told, {})
+        assert (wrong.passed, wrong.tolerance, wrong.reason, cell.unsupported) == (False, 0.25, message, {})
     else:
-        assert (cell.verified, cell.unsupported) == ({}, {"a": told})
+        assert (cell.verified, cell.unsupported) == ({}, {"a": message})
 
 
 @pytest.mark.parametrize("absent", [{}, {"mine": "gone"}, {"theirs": "gone"}, {"mine": "gone", "theirs": "gone"}])
@@ -168,9 +168,9 @@ def test_what_is_told_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(session, "cpu_busy", lambda: 0.9)
-    asked: list[Any] = []
+    requested: list[Any] = []
     silent = SimpleNamespace(limits=lambda: {"power_limit": 700.0}, reason="", busy=lambda: 0.5)
-    monkeypatch.setattr(session.Telemetry, "of_gpu", lambda *of: asked.append(of) or silent)
+    monkeypatch.setattr(session.Telemetry, "of_gpu", lambda *of: requested.append(of) or silent)
     run = session.Session.__new__(session.Session)
     for device, family in (("cuda", "sm80"), ("cpu", "")):
         monkeypatch.setenv("FLASHMOE_KERNEL", family)
@@ -185,7 +185,7 @@ def test_what_is_told_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         if gpu:
             assert (gpu["name"], gpu["capability"], gpu["l2_bytes"], gpu["power_limit"]) == ("G", "9.0", None, 700.0)
             assert run.environment["telemetry"] == "NVML"
-    assert asked == [("u", 1)]
+    assert requested == [("u", 1)]
 
 
 @pytest.mark.parametrize(
@@ -291,12 +291,12 @@ def test_pairs(names: str, ours: str, baseline: str, pairs: str) -> None:
 def test_a_summary_of_a_cell() -> None:
     report = synthetic_report("latency", timing="graph", wrong="sdpa-cudnn")
     cell = {**report.data["cells"][0], "skipped": "s", "load": {"flashmoe": {"power": 1.0}}}
-    kept = summaries._kept(cell)
+    kept = summaries._cell(cell)
     assert (kept["skipped"], kept["load"], kept["unsupported"]) == ("s", cell["load"], cell["unsupported"])
     assert kept["contenders"]["sdpa-cudnn"] == {"max_error": 0.7, "reason": "max error 0.7"}
     assert set(kept["contenders"]["flashmoe"]) == {"median_us", "interval_us", "max_error"}
     assert (kept["samples"], kept["blocks"]) == (30, 10)
-    bare = summaries._kept({**cell, "skipped": "", "load": {}, "unsupported": {}, "summaries": {}, "comparisons": []})
+    bare = summaries._cell({**cell, "skipped": "", "load": {}, "unsupported": {}, "summaries": {}, "comparisons": []})
     assert set(bare) == {"case", "timing", "samples", "blocks", "contenders", "comparisons"}
     assert (bare["samples"], bare["blocks"]) == (0, 0)
 
@@ -371,7 +371,7 @@ def test_a_yardstick_of_two_has_one_reference(monkeypatch: pytest.MonkeyPatch) -
     reference: Any = SimpleNamespace(tolerance=0.1)
     admitted = runner._admit(cell, [one, replace(one, name="b"), plain], None, reference, print)  # type: ignore[arg-type]
     assert [each.contender.name for each in admitted] == ["a", "b", "c"]
-    assert (len(made), judged, list(cell.yardsticks)) == (1, ["its own", "its own", reference], ["a", "b"])
+    assert (len(made), judged, list(cell.references)) == (1, ["its own", "its own", reference], ["a", "b"])
 
 
 def test_rows_of_a_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,8 +132,8 @@ def test_a_yardstick_is_judged_by_what_it_computes(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setenv("FLASHMOE_KERNEL", "sm80")
     case = {"dtype": "f32", "head_dim": 16, "batch": 1, "heads": 2, "seq": 16, "causal": True}
-    yardstick = Contender("full", "full", ("cpu",), lambda _: "", without_mask)
-    report, _ = run(suite(["ours", "full"], cases=[case]), [contender("ours", plain, ours=True), yardstick])
+    reference = Contender("full", "full", ("cpu",), lambda _: "", without_mask)
+    report, _ = run(suite(["ours", "full"], cases=[case]), [contender("ours", plain, ours=True), reference])
     [cell] = report.data["cells"]
     assert cell["verification"]["full"]["passed"]
     assert cell["yardsticks"]["full"]["key"] == cell["case"]["key"].replace("causal", "full")

@@ -97,7 +97,7 @@ def test_lengths_of_the_ragged_suite() -> None:
 
 def test_a_yardstick_is_compared_by_the_work_that_it_does() -> None:
     window = ServingProblem("bf16", 64, 4, 2, batch=1, seq_q=1024, seq_k=1024, window=64)
-    cell = Cell(window, timing="events", yardsticks={"flashmoe-dense": window.plain})
+    cell = Cell(window, timing="events", references={"flashmoe-dense": window.plain})
     for name, time in (("flashmoe", 1000), ("flashmoe-dense", 4000)):
         cell.verified[name] = Verification(True, 0.0, 1.0, None, 1.0)
         cell.timings[name] = Timing([[time, time + 1, time + 2]] * 10)

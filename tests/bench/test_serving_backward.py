@@ -32,7 +32,7 @@ def test_a_problem_is_named_counted_and_read_back() -> None:
         assert 2 * problem.flops == 5 * forward.flops
         assert problem.bytes_moved - 2 * forward.bytes_moved == 16 * sum(problem.lengths_q) - forward.mask_bytes
         assert type(problem.plain) is ServingBackwardProblem
-    with pytest.raises(ArgumentError, match="names no case"):
+    with pytest.raises(ArgumentError, match="is not a case key"):
         ServingProblem.from_key(RAGGED.key)
     row = {"head_dim": 64, "heads": 2, "heads_kv": 2, "batch": 1, "seq_q": 8, "seq_k": 8, "page_size": 16}
     with pytest.raises(SuiteError, match="over pages has no gradient"):

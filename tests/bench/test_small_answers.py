@@ -79,9 +79,9 @@ def test_an_interval_that_says_nothing_gives_no_rates(
     found = SimpleNamespace(interval=Interval(low, 3000.0, "t"), blocks=blocks, **numbers)
     monkeypatch.setattr(summary, "locate", lambda *_, **__: found)
     monkeypatch.setattr(summary, "rates", lambda case, median, interval, ceilings: {"given": interval})
-    told = summary.timing_summary(None, None, None)  # type: ignore[arg-type]
-    assert told["given"] == ((low, 3000.0) if has_interval else None)
-    assert told["interval_us"] == [low / 1e3, 3.0]
+    message = summary.timing_summary(None, None, None)  # type: ignore[arg-type]
+    assert message["given"] == ((low, 3000.0) if has_interval else None)
+    assert message["interval_us"] == [low / 1e3, 3.0]
 
 
 def test_the_bytes_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,26 +156,26 @@ def test_a_ratio_that_json_cannot_say(bounds: tuple[float | None, float | None])
 
 
 def test_a_quick_run_has_the_quick_parts_and_all_where_none_is() -> None:
-    parts = tuple(SimpleNamespace(key=key) for key in "ab")
+    workloads = tuple(SimpleNamespace(key=key) for key in "ab")
     cases = tuple(SimpleNamespace(key=key) for key in "cd")
-    made = suites.Suite("mine", "", cases, parts=parts)  # type: ignore[arg-type]
+    made = suites.Suite("mine", "", cases, workloads=workloads)  # type: ignore[arg-type]
     for keys, left in (("a", ("a", "cd")), ("d", ("ab", "d")), ("", ("ab", "cd")), ("bc", ("b", "c"))):
         quick = replace(made, quick_keys=frozenset(keys)).quick()
-        assert ("".join(one.key for one in quick.parts), "".join(one.key for one in quick.cases)) == left
+        assert ("".join(one.key for one in quick.workloads), "".join(one.key for one in quick.cases)) == left
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         ({"gpu": {"name": "G"}, "processor": "P"}, "G"),
         ({"gpu": None, "processor": "P"}, "P"),
         ({"processor": "P"}, "P"),
     ],
 )
-def test_the_device_of_a_report(environment: dict[str, Any], told: str) -> None:
+def test_the_device_of_a_report(environment: dict[str, Any], message: str) -> None:
     here, other = (Report("bench", (), environment=given) for given in (environment, {"processor": "Q"}))
     (check,) = compare._environment_checks(here, other)
-    assert (check.found, check.verdict) == (f"A on {told}, B on Q", Verdict.WARN)
+    assert (check.found, check.verdict) == (f"A on {message}, B on Q", Verdict.WARN)
     assert compare._environment_checks(here, here) == []
 
 
@@ -228,7 +228,7 @@ def test_a_rendered_report_is_held_against_marks_where_that_is_asked(
 
 
 def test_a_suite_of_several_gpus_runs_alone() -> None:
-    with pytest.raises(ArgumentError, match="a suite of several GPUs runs alone"):
+    with pytest.raises(ArgumentError, match="a multi-GPU suite cannot be combined with other suites"):
         cli._measure_distributed(parsed(), [suites.load_suite("distributed")] * 2, "cuda")
 
 

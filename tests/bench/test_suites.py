@@ -37,7 +37,7 @@ def test_the_page_lists_the_suites() -> None:
 def test_every_suite_of_ours_reads(name: str) -> None:
     suite = load_suite(name)
     assert suite.name == name
-    assert suite.cases or suite.parts
+    assert suite.cases or suite.workloads
     assert {case.key for case in suite.quick().cases} <= {case.key for case in (*suite.cases, *suite.quick_only)}
 
 

@@ -134,14 +134,14 @@ def test_clock_and_power_are_followed_while_calls_run(monkeypatch: pytest.Monkey
         time.sleep(0.03)
     assert watch.load == Load()
     for missing, other in (("read", "power_now"), ("power_now", "read")):
-        telemetry, asked = Telemetry.of_gpu("GPU-bbbb", 0), list[str]()
+        telemetry, requested = Telemetry.of_gpu("GPU-bbbb", 0), list[str]()
         monkeypatch.setattr(telemetry, missing, lambda: None)
         own = getattr(telemetry, other)
-        monkeypatch.setattr(telemetry, other, lambda own=own, asked=asked: asked.append("") or own())
+        monkeypatch.setattr(telemetry, other, lambda own=own, requested=requested: requested.append("") or own())
         with telemetry.watch() as watch:
             time.sleep(0.2)
         assert watch.load == Load()
-        assert len(asked) > 1  # it continued
+        assert len(requested) > 1  # it continued
     cell = Cell(AttentionProblem.smallest(), timings={"flashmoe": Timing([[1000]], load=[Load(1500.0, 600.0)])})
     record = cell_record(cell, {"flashmoe"}, "", None)
     assert load_text(record, "flashmoe") == " 1500 MHz 600 W"

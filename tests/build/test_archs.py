@@ -57,7 +57,7 @@ def test_unknown_target_lists_the_known(word: str) -> None:
 
 @pytest.mark.parametrize("request_", ["all,80", "80 native", "ALL", "none,90a"])
 def test_a_word_for_several_stands_alone(request_: str) -> None:
-    with pytest.raises(BuildError, match=r"write .* in small letters and alone"):
+    with pytest.raises(BuildError, match=r"write .* in lower case and as the only value"):
         names(request_)
 
 

@@ -96,14 +96,14 @@ def test_native_without_a_driver_or_a_gpu_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ctypes, "CDLL", absent)
     with pytest.raises(BuildError, match=r"needs the NVIDIA driver \(libcuda\.so\.1\)"):
         archs.native_capabilities()
-    for driver, told in (
+    for driver, message in (
         (FakeDriver(), "found no usable GPU"),
         (FakeDriver((9, 0), fails="cuInit"), "found no usable GPU"),
         (FakeDriver((9, 0), fails="cuDeviceGetCount"), "found no usable GPU"),
-        (FakeDriver((9, 0), fails="cuDeviceGetAttribute"), "does not tell the compute capability of GPU 0"),
+        (FakeDriver((9, 0), fails="cuDeviceGetAttribute"), "does not report the compute capability of GPU 0"),
     ):
         monkeypatch.setattr(ctypes, "CDLL", lambda _, driver=driver: driver)
-        with pytest.raises(BuildError, match=told):
+        with pytest.raises(BuildError, match=message):
             archs.native_capabilities()
 
 
@@ -217,7 +217,7 @@ class Full(Cache):
 def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> None:
     known, cache = find_toolchain(), Full(tmp_path)
     monkeypatch.setattr(nvrtc, "_run_worker", lambda *_: (b"", {}))
-    with pytest.raises(BuildError, match=r"\.ptx could not be kept in the cache; is the disk full\?"):
+    with pytest.raises(BuildError, match=r"\.ptx could not be written to the cache; is the disk full\?"):
         nvrtc.compile_ptx("", "x", "compute_90", csrc=root / "csrc", toolchain=known, cache=cache)
     unit = unit_of(root, is_ptx=False)
     monkeypatch.setattr(
@@ -225,12 +225,12 @@ def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_pa
     )
     monkeypatch.setattr(device, "with_dtype", lambda *_: b"")
     ptx: Any = SimpleNamespace(text=b"", log="", seconds=0.0, peak_bytes=0, cached=False)
-    with pytest.raises(BuildError, match=r"\.cubin could not be kept in the cache"):
+    with pytest.raises(BuildError, match=r"\.cubin could not be written to the cache"):
         device.finish_unit(unit, ptx, toolchain=known, cache=cache)
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (subprocess.TimeoutExpired("x", 1), "x: NVRTC did not finish within "),
         (
@@ -240,7 +240,7 @@ def test_a_full_disk_is_told(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_pa
         (subprocess.CompletedProcess((), 0, marshal.dumps({"status": "bad", "log": " a\n"}), b""), "x: bad\na"),
     ],
 )
-def test_what_the_device_compiler_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, answer: Any, told: str) -> None:
+def test_what_the_device_compiler_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, answer: Any, message: str) -> None:
     def run(*_: object, **__: object) -> Any:
         if isinstance(answer, Exception):
             raise answer
@@ -249,7 +249,7 @@ def test_what_the_device_compiler_says_is_passed_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(nvrtc.subprocess, "run", run)
     with pytest.raises(BuildError) as raised:
         nvrtc._run_worker("", "x", [], find_toolchain())
-    assert str(raised.value).startswith(told)
+    assert str(raised.value).startswith(message)
 
 
 def test_a_finding_names_the_unit_and_its_row(monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_row_that_does_not_compile_says_which_and_why(
 
 def test_a_compiler_of_host_code_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(host, "HOST_TIME_LIMIT", 0.1)
+        patch.setattr(host, "TIME_LIMIT", 0.1)
         with pytest.raises(BuildError, match=r"a.cpp: sleep did not finish within 0\.1 s"):
             host._run(["sleep", "5"], "a.cpp", tmp_path)
     with pytest.raises(BuildError, match=r"a.cpp: false ended with 1"):
@@ -347,7 +347,7 @@ def test_the_host_compiler_is_new_enough_and_says_so(compiler: Callable[..., str
         toolchain._host_compiler(here)
     for version in ("clang", "", "12."):
         compiler(version)
-        with pytest.raises(BuildError, match=r"-dumpfullversion printed '.*', which is no version"):
+        with pytest.raises(BuildError, match=r"-dumpfullversion printed '.*', which is not a version"):
             toolchain._host_compiler(here)
 
 
@@ -425,14 +425,14 @@ def test_resources_are_held_against_each_limit(monkeypatch: pytest.MonkeyPatch) 
     assert said(spill_loads=8) == [("spill", "k spills 0 bytes of stores, 8 of loads")]
     assert said(stack=16) == [("local_memory", "k has 16 bytes per thread in local memory")]
     more = gpu.registers_per_block + 8 * 128
-    told = f"k needs {more} registers per block; {gpu.name} has {gpu.registers_per_block}"
-    assert said(registers=fits.registers + 1) == [("resources", told)]
+    message = f"k needs {more} registers per block; {gpu.name} has {gpu.registers_per_block}"
+    assert said(registers=fits.registers + 1) == [("resources", message)]
     static = tables.smem_static_limit + 1
-    told = f"k needs {static} bytes of static shared memory; any GPU has {static - 1}"
-    assert said(static_shared=static)[0] == ("resources", told)
+    message = f"k needs {static} bytes of static shared memory; any GPU has {static - 1}"
+    assert said(static_shared=static)[0] == ("resources", message)
     own = gpu.smem_per_block_optin + 1
-    told = f"k needs {own} bytes of shared memory a block; {gpu.name} has {own - 1}"
-    assert said(static_shared=room + 1)[-1] == ("resources", told)
+    message = f"k needs {own} bytes of shared memory per block; {gpu.name} has {own - 1}"
+    assert said(static_shared=room + 1)[-1] == ("resources", message)
 
 
 @pytest.mark.parametrize(

@@ -77,10 +77,10 @@ def test_a_front_end_that_fails(
     assert 0.0 <= said["seconds"] < 60.0
 
 
-@pytest.mark.parametrize(("status", "told"), [(-9, "did not finish within 600 s"), (2, "ended with 2")])
-def test_an_assembler_that_fails(monkeypatch: pytest.MonkeyPatch, status: int, told: str) -> None:
+@pytest.mark.parametrize(("status", "message"), [(-9, "did not finish within 600 s"), (2, "ended with 2")])
+def test_an_assembler_that_fails(monkeypatch: pytest.MonkeyPatch, status: int, message: str) -> None:
     monkeypatch.setattr(ptxas, "_run", lambda *_: (status, " words ", 0))
-    with pytest.raises(BuildError, match=f"^u: ptxas for sm_80 {told}\nwords$"):
+    with pytest.raises(BuildError, match=f"^u: ptxas for sm_80 {message}\nwords$"):
         ptxas.assemble(b"", "u", "sm_80", SimpleNamespace(ptxas="p"))  # type: ignore[arg-type]
     monkeypatch.setattr(ptxas, "_run", lambda command, _: (Path(command[-1]).write_bytes(b"made") - 4, "log", 7))
     done = ptxas.assemble(b"", "u", "sm_80", SimpleNamespace(ptxas="p"))  # type: ignore[arg-type]
@@ -93,10 +93,10 @@ def test_an_assembler_that_fails(monkeypatch: pytest.MonkeyPatch, status: int, t
 )
 def test_where_a_binary_lies(is_ptx: bool, output: bytes, size: int) -> None:
     one: Any = SimpleNamespace(unit=SimpleNamespace(target=SimpleNamespace(is_ptx=is_ptx)), output=output, sha256="h")
-    blob, placed = host.place([one, one])
+    blob, placed = host.layout_blob([one, one])
     assert [(each.offset, each.size) for each in placed] == [(0, len(output)), (64, len(output))]
     assert blob == (output + b"\0" * (64 - len(output)) + output).ljust(64 + size, b"\0")
-    assert host.place([]) == (b"", [])
+    assert host.layout_blob([]) == (b"", [])
 
 
 @pytest.mark.parametrize("version", ["11.4.0", "12", "13.0.1"])
@@ -251,7 +251,7 @@ def test_the_best_of_what_a_gpu_can_load(root: Path) -> None:
             if rank is not None and (best is None or (rank, own) > best[0]):
                 best = ((rank, own), target)
         assert archs._loadable(tables.targets, here) is (best and best[1])
-    with pytest.raises(BuildError, match=r"no target serves compute capability 3\.5; known: "):
+    with pytest.raises(BuildError, match=r"no target runs on compute capability 3\.5; known: "):
         archs._best_for("35", tables)
 
 

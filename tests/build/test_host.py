@@ -50,7 +50,8 @@ def test_only_ptx_ends_with_a_zero() -> None:
     units = load_tables().units()
     cubin, ptx = (next(unit for unit in units if unit.target.is_ptx is is_ptx) for is_ptx in (False, True))
     outputs = [(cubin, b"code"), (ptx, b"text"), (ptx, b"text\0"), (cubin, b"code")]
-    blob, placed = host.place([CompiledUnit(unit, output, "", "", 0.0, 0, cached=False) for unit, output in outputs])
+    units = [CompiledUnit(unit, output, "", "", 0.0, 0, cached=False) for unit, output in outputs]
+    blob, placed = host.layout_blob(units)
     pad = b"\0" * (host.ALIGNMENT - 5)
     assert blob == b"code\0" + pad + b"text\0" + pad + b"text\0" + pad + b"code"  # the first zero is padding
     assert [one.offset for one in placed] == [host.ALIGNMENT * number for number in range(4)]

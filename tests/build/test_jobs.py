@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("text", ["0", "-1", "abc", "1.5", " 2", "²"])
 def test_max_jobs_that_is_no_number_is_refused_with_its_value(text: str) -> None:
-    with pytest.raises(BuildError, match=f"MAX_JOBS={text!r}; a whole number from 1 on is needed"):
+    with pytest.raises(BuildError, match=f"MAX_JOBS={text!r}; a whole number of at least 1 is needed"):
         job_count({"MAX_JOBS": text})
 
 

@@ -159,8 +159,8 @@ def test_an_editable_install_links_the_checkout_and_compiles_nothing(clone: Path
         "import sys; from flashmoe_build import backend; print(backend.get_requires_for_build_editable()); "
         "print(len(backend.get_requires_for_build_wheel())); print(backend.build_editable(sys.argv[1]))"
     )
-    asked, for_wheels, name = run([sys.executable, "-c", code, str(tmp_path)], clone).stdout.splitlines()
-    assert "torch" not in asked
+    requested, for_wheels, name = run([sys.executable, "-c", code, str(tmp_path)], clone).stdout.splitlines()
+    assert "torch" not in requested
     assert int(for_wheels) > 5
     with zipfile.ZipFile(tmp_path / name) as archive:
         (link,) = [member for member in archive.namelist() if member.endswith(".pth")]

@@ -91,7 +91,7 @@ def test_static_shared_memory_over_48_kib_does_not_compile(compile_log: Compile)
     [
         (r"Used \d+ registers", "Used 255 registers", "131072 registers per block; sm80 has 65536"),
         (r"(Used \d+ registers)", r"\1, 49153 bytes smem", "49153 bytes of static shared memory; any GPU has 49152"),
-        (r"(Used \d+ registers)", r"\1, 48000 bytes smem", "bytes of shared memory a block; sm86 has 101376"),
+        (r"(Used \d+ registers)", r"\1, 48000 bytes smem", "bytes of shared memory per block; sm86 has 101376"),
     ],
 )
 def test_what_no_block_can_have_is_found(

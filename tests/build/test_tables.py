@@ -162,7 +162,7 @@ def test_damaged_rows(folder: Path, old: str, new: str, message: str) -> None:
         ('schedule = "grid"', 'schedule = "grid"\nstages = 2', "unknown key 'stages'"),
         ("block_m * head_dim", "block_m * dim", "no value 'dim'; known: head_dim, block_m"),
         ("block_m * head_dim", "block_m ** head_dim", "'block_m [*][*] head_dim' is not allowed"),
-        ("block_m * head_dim", "block_m * * head_dim", "is no arithmetic"),
+        ("block_m * head_dim", "block_m * * head_dim", "is not an arithmetic expression"),
         ("block_m * head_dim", "block_m // 0", "division by 0"),
         ("allowed = [64,", 'allowed = ["64",', "head_dim: allowed '64': int is needed"),
         ('tile = ["block_m", "block_n", "stages"]', 'tile = ["block_k"]', "tile 'block_k': known: block_m"),

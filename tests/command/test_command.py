@@ -62,9 +62,9 @@ def test_the_page_lists_the_commands() -> None:
 def test_the_usage_names_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
-    told = capsys.readouterr().out
-    assert told.startswith("usage: flashmoe [-h]")
-    assert "``" not in told
+    message = capsys.readouterr().out
+    assert message.startswith("usage: flashmoe [-h]")
+    assert "``" not in message
 
 
 def test_a_command_of_the_checkout_says_how_to_run_it_there(

@@ -10,8 +10,8 @@ from flashmoe.errors import ArgumentError
 from flashmoe_build.several_gpus import newest
 from flashmoe_tools.bench.distributed import model
 from flashmoe_tools.bench.distributed.overlap import measure_overlap, merged
-from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart, parse_parts
 from flashmoe_tools.bench.distributed.session import as_text, measure_distributed, problem_of
+from flashmoe_tools.bench.distributed.workloads import AttentionWorkload, ExpertsWorkload, parse_workloads
 from flashmoe_tools.bench.suites import load_suite
 from flashmoe_tools.operations.fields import SuiteError
 from flashmoe_tools.report import Check, Report, Verdict
@@ -37,17 +37,19 @@ def test_overlap_counts_messages_that_run_beside_computation() -> None:
 
 def test_the_suite_has_parts_with_bars() -> None:
     suite = load_suite("distributed")
-    assert {part.key for part in suite.quick().parts} < {part.key for part in suite.parts}
-    assert [part.at_least for part in suite.parts if isinstance(part, AttentionPart)] == [*(0.93, 0.93, 0, 0.93, 0)]
-    long = load_suite("distributed-long").parts
-    assert {part.at_least for part in long if isinstance(part, AttentionPart)} == {0.93}
-    assert {part.at_most for part in suite.parts if isinstance(part, ExpertsPart) and part.tokens >= 4096} == {1.15}
-    assert ExpertsPart(4, 8, 8, 2, 1, skewed=True, backward=True).key == "experts-t4-h8-i8-e2-k1-skewed-backward"
-    ragged = AttentionPart(100, 2, 1, sequences=4)
+    assert {work.key for work in suite.quick().workloads} < {work.key for work in suite.workloads}
+    limits = [work.at_least for work in suite.workloads if isinstance(work, AttentionWorkload)]
+    assert limits == [0.93, 0.93, 0, 0.93, 0]
+    long = load_suite("distributed-long").workloads
+    assert {work.at_least for work in long if isinstance(work, AttentionWorkload)} == {0.93}
+    large = [work for work in suite.workloads if isinstance(work, ExpertsWorkload) and work.tokens >= 4096]
+    assert {work.at_most for work in large} == {1.15}
+    assert ExpertsWorkload(4, 8, 8, 2, 1, skewed=True, backward=True).key == "experts-t4-h8-i8-e2-k1-skewed-backward"
+    ragged = AttentionWorkload(100, 2, 1, sequences=4)
     assert (ragged.key, ragged.ends()) == ("attention-s100-h2-1-d128-ragged4", [0, 10, 30, 60, 100])
-    assert AttentionPart(160, 2, 1, sequences=4).ends() == [0, 16, 48, 96, 160]
-    assert AttentionPart(170, 2, 1, sequences=4).ends() == [0, 17, 51, 102, 170]
-    assert AttentionPart(64, 4, 2, 8).least_bytes(2, 2) == 1.5 * 2 * 32 * 2 * 8 * 2
+    assert AttentionWorkload(160, 2, 1, sequences=4).ends() == [0, 16, 48, 96, 160]
+    assert AttentionWorkload(170, 2, 1, sequences=4).ends() == [0, 17, 51, 102, 170]
+    assert AttentionWorkload(64, 4, 2, 8).min_bytes(2, 2) == 1.5 * 2 * 32 * 2 * 8 * 2
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_the_suite_has_parts_with_bars() -> None:
 )
 def test_a_wrong_part_names_the_field(rows: Any, says: str) -> None:
     with pytest.raises(SuiteError, match=says):
-        parse_parts(rows, "mine.toml")
+        parse_workloads(rows, "mine.toml")
 
 
 def test_without_torchrun_the_suite_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,14 +86,14 @@ def test_without_torchrun_the_suite_says_how_to_start_it(monkeypatch: pytest.Mon
 def test_the_paper_model_is_within_a_tenth_of_what_was_measured(size: int, held: int) -> None:
     if not (ROOT / "docs" / "results").is_dir():
         pytest.skip("an sdist is without the results")
-    parts = {part.key: part for name in ("distributed", "distributed-long") for part in load_suite(name).parts}
+    workloads = {work.key: work for name in ("distributed", "distributed-long") for work in load_suite(name).workloads}
     offs = {}
     for data in newest(ROOT, size):
         assert data["ranks"] == size
         for row in data["parts"]:
-            part = parts[row["key"]]
-            if isinstance(part, AttentionPart):
-                problem, link = problem_of(part), data["links_gbps"]["message"]
+            work = workloads[row["key"]]
+            if isinstance(work, AttentionWorkload):
+                problem, link = problem_of(work), data["links_gbps"]["message"]
                 rates = model.Rates(attention=problem.products() / row["ms"]["one"] / 1e9, link=link)
                 told, measured = model.context_parallel(problem, size, rates).together, row["ms"]["ring"]
             elif row["key"] == "experts-t16384-h2048-i768-e128-k8":

@@ -41,14 +41,14 @@ def test_speeds_in_prose_are_those_of_the_reports() -> None:
         f"sm90: {mean(train['sdpa-cudnn'])} of cuDNN's speed, {mean(train['flash-attn-3'])} of FlashAttention-3's fastest mode, "
         f"{mean(train['flash-attn-3-deterministic'])} of its deterministic one"
     )
-    said = {
+    message = {
         "docs/performance.md": [
             f"has {mean(train['flash-attn-3'])} times the speed of FlashAttention-3's fastest mode (worst {train['flash-attn-3']['worst']:.2f}:",
             f"{mean(train['flash-attn-3-deterministic'])} times that of its deterministic one",
         ],
         "docs/api.md": [backward],
     }
-    for name, sentences in said.items():
+    for name, sentences in message.items():
         text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
         assert [sentence for sentence in sentences if sentence not in text] == []
 

@@ -30,12 +30,12 @@ def test_the_long_description_has_no_relative_link_and_names_the_distribution() 
 def test_a_link_leads_to_a_page_of_the_site_or_into_the_repository() -> None:
     pages = {"README.md": "index.md", "docs/api.md": "api.md", "docs/kernels/cpu.md": "kernels/cpu.md"}
     text = "[a](../api.md#x) [b](../../csrc/tables/arch.toml) [c](https://e.org) [d](#y)\n```\n[e](gone.md)\n```\n"
-    assert site.place(text, "docs/kernels/cpu.md", pages, HOME) == (
+    assert site.rewrite_links(text, "docs/kernels/cpu.md", pages, HOME) == (
         f"[a](../api.md#x) [b]({HOME}/blob/main/csrc/tables/arch.toml) [c](https://e.org) [d](#y)\n```\n[e](gone.md)\n```\n"
     )
-    assert site.place("[a](docs/kernels/cpu.md)", "README.md", pages, HOME) == "[a](kernels/cpu.md)"
+    assert site.rewrite_links("[a](docs/kernels/cpu.md)", "README.md", pages, HOME) == "[a](kernels/cpu.md)"
     with pytest.raises(BuildError, match=r"docs/api\.md: the link to 'gone\.md' leads to docs/gone\.md"):
-        site.place("[a](gone.md)", "docs/api.md", pages, HOME)
+        site.rewrite_links("[a](gone.md)", "docs/api.md", pages, HOME)
 
 
 def test_long_names_in_tables_break_behind_punctuation_alone() -> None:

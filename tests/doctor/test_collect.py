@@ -84,15 +84,15 @@ class FakePeers(FakeCuda):
 
 def test_links_between_two_gpus() -> None:
     cuda = FakePeers([("NVIDIA H100", 9, 0)] * 2)
-    asked: list[list[str]] = []
+    requested: list[list[str]] = []
 
     def run(command: list[str]) -> str:
-        asked.append(command)
+        requested.append(command)
         return TOPOLOGY
 
     found = read_links(lambda name: cuda, run)
     assert found == Links(unreachable=((1, 0),), topology=(("X", "NV18"), ("NV18", "X")))
-    assert asked == [["nvidia-smi", "topo", "-m"]]
+    assert requested == [["nvidia-smi", "topo", "-m"]]
 
 
 def test_links_that_cannot_be_asked() -> None:

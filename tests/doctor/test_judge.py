@@ -161,9 +161,9 @@ CASES: list[tuple[str, dict[str, object], Verdict, tuple[str, ...]]] = [
     ("name", {"shadows": ("flashmoe 0.0.1.dev0",)}, FAIL, (
         "another project", "pip uninstall flashmoe flashmoe-py; pip install --force-reinstall --no-deps flashmoe-kernels",
     )),
-    ("several GPUs", {"driver": Driver()}, SKIP, ("NCCL 2.27.5", "neither peer access nor topology could be asked")),
+    ("several GPUs", {"driver": Driver()}, SKIP, ("NCCL 2.27.5", "neither peer access nor topology can be queried")),
     ("several GPUs", {}, PASS, ("NCCL 2.27.5; one GPU, so there is no peer",)),
-    ("several GPUs", {"driver": TWO, "probe": NO_TORCH}, SKIP, ("not asked: torch was not imported",)),
+    ("several GPUs", {"driver": TWO, "probe": NO_TORCH}, SKIP, ("not queried: torch was not imported",)),
     ("several GPUs", {"driver": TWO, "links": Links(topology=(("X", "NV18"), ("NV18", "X")))}, PASS, (
         "NCCL 2.27.5; 2 GPUs, peer access between all; all by NV18",
     )),
@@ -172,9 +172,9 @@ CASES: list[tuple[str, dict[str, object], Verdict, tuple[str, ...]]] = [
         "links": Links(topology=(("X", "NV4", "SYS"), ("NV4", "X", "PIX"), ("SYS", "PIX", "X"))),
     }, PASS, ("0-1 NV4, 0-2 SYS, 1-2 PIX",)),
     ("several GPUs", {"driver": TWO, "links": Links(unreachable=((0, 1), (1, 0)))}, WARN, ("no peer access from 0 to 1, 1 to 0", "host's memory")),
-    ("several GPUs", {"driver": TWO, "links": Links(peers_problem="CUDA error 3")}, WARN, ("peer access unknown (CUDA error 3)", "did not say")),
+    ("several GPUs", {"driver": TWO, "links": Links(peers_problem="CUDA error 3")}, WARN, ("peer access unknown (CUDA error 3)", "did not report")),
     ("several GPUs", {"driver": TWO, **probe(nccl=""), "links": Links(topology_problem="no nvidia-smi")}, WARN, (
-        "topology unknown (no nvidia-smi)", "NCCL alone",
+        "topology unknown (no nvidia-smi)", "only through NCCL",
     )),
 ]  # fmt: skip
 
@@ -185,8 +185,8 @@ def test_each_state_of_a_machine(
 ) -> None:
     check = look(name, **changes)
     assert check.verdict is verdict, check
-    told = "\n".join((check.found, check.expected, check.why, check.next_step))
-    assert [word for word in words if word not in told] == []
+    message = "\n".join((check.found, check.expected, check.why, check.next_step))
+    assert [word for word in words if word not in message] == []
     assert check.next_step or verdict is not FAIL
 
 

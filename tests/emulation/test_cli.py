@@ -135,7 +135,7 @@ def test_what_the_time_did_not_allow_is_said(tmp_path: Path) -> None:
     assert main([*words, "--json", str(tmp_path / "report.json")]) == ExitCode.OK
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert [check["verdict"] for check in report["checks"]] == ["WARN"]
-    assert "1 kernels not at all: the time was over" in report["checks"][0]["found"]
+    assert "1 kernels not at all: the time limit was reached" in report["checks"][0]["found"]
 
 
 def test_a_printed_command_names_an_interpreter_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

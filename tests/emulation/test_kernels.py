@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashmoe_build.compile.jobs import run_all
 from flashmoe_build.emulation.build import Options, jobs, kernel_library
-from flashmoe_build.emulation.cases import FEW_OF, Case, Kernel, is_repeated, kernels, run_case, settings_for, suite
+from flashmoe_build.emulation.cases import EVERY_NTH, Case, Kernel, is_repeated, kernels, run_case, settings_for, suite
 from flashmoe_build.emulation.changed import variants
 from flashmoe_build.emulation.machine import AsyncPolicy
 from flashmoe_build.emulation.mutation.planted import load_mutants
@@ -43,7 +43,7 @@ def taken() -> dict[str, Kernel]:
 def of_other_sizes(chosen: dict[str, Kernel]) -> dict[str, int]:
     """Labels of tiles that differ from one in ``ways`` only by sizes or target, and that no planted bug names.
 
-    Each with its index in its family: the first runs every ``FEW_OF``-th problem, the others only run at night."""
+    Each with its index in its family: the first runs every ``EVERY_NTH``-th problem, the others only run at night."""
     planted = {name for mutant in load_mutants() for name in mutant.kernels}
     ways = {kernel.label for kernel in variants(tuple(chosen.values()))}
     seen: set[str] = set()
@@ -70,7 +70,7 @@ def meets(case: Case) -> bool:
     alternating, so that each problem is run by one of the tiles."""
     label = case.kernel.label
     if label in FEW:
-        return case.seed % FEW_OF == 0
+        return case.seed % EVERY_NTH == 0
     alike = ALIKE[sharing(case.kernel)]
     return label not in alike or len(alike) == 1 or case.seed % 2 == alike.index(label) % 2
 

@@ -12,7 +12,7 @@ import pytest
 
 from flashmoe.errors import ExitCode, TableError
 from flashmoe_build.emulation import mutants
-from flashmoe_build.emulation.mutation import anywhere, generate, hunt, reached, record
+from flashmoe_build.emulation.mutation import generate, hunt, reached, record, repository
 from flashmoe_build.emulation.mutation.hunt import NOT_COMPILED, SAME_CODE, Kill
 from flashmoe_build.emulation.mutation.operators import edits
 from flashmoe_build.emulation.mutation.planted import Mutant, anchor_pattern, load_mutants, patched
@@ -128,7 +128,7 @@ def test_equivalent_ones_exist_and_have_a_reason(monkeypatch: pytest.MonkeyPatch
 def test_a_hunt_that_ends_early_has_been_in_every_file() -> None:
     chosen = generate.generated()
     files = {mutant.file for mutant in chosen}
-    assert {mutant.file for mutant in mutants.in_turn(chosen)[: len(files)]} == files
+    assert {mutant.file for mutant in mutants.round_robin(chosen)[: len(files)]} == files
 
 
 def name_of(bug: Mutant | dict[str, Any]) -> str:
@@ -191,43 +191,42 @@ def test_a_command_judges_bugs_in_python(
     def copy(target: Path) -> None:
         (target / "rule.py").write_text(source, encoding="utf-8")
 
-    monkeypatch.setattr(anywhere, "copy_checkout", copy)
+    monkeypatch.setattr(repository, "copy_checkout", copy)
     judge = "import rule\ntry: rule.check(-2)\nexcept ValueError: rule.check(1)\nelse: exit(1)"
     words = ["rule.py", "--oracle", f"{sys.executable} -B -c '{judge}'"]
-    assert anywhere.main(words) == ExitCode.FAILED
+    assert repository.main(words) == ExitCode.FAILED
     printed = capsys.readouterr().out
     for line in ("killed rule.py line 3: remove-raise", "killed rule.py line 2: condition-true"):
         assert line in printed
     assert "SURVIVED rule.py line 2: boundary: rows < 0" in printed
     assert "SURVIVED rule.py line 2: drop-predicate: rows != -1, of rows < 0 and rows != -1" in printed
-    assert anywhere.main(["rule.py", "--oracle", "false"]) == ExitCode.USAGE
+    assert repository.main(["rule.py", "--oracle", "false"]) == ExitCode.USAGE
 
 
 def test_a_bug_that_nothing_can_notice_is_not_drawn(tmp_path: Path) -> None:
     (tmp_path / "rule.py").write_text("a = 1 + 1\nb = 2 - 1\n", encoding="utf-8")
-    folder, reasons = anywhere.Folder("rules", ("rule.py",), ""), anywhere.Reasons()
+    folder, reasons = repository.Folder("rules", ("rule.py",), ""), repository.Reasons()
     reasons["rule.py", "drop-operand: 1 + 1"] = "why"
-    drawn = anywhere.sites_of(tmp_path, folder, 0, 0, reasons)
+    drawn = repository.sites_of(tmp_path, folder, 0, 0, reasons)
     assert [edit.what for _, _, edit in drawn] == ["line 2: drop-operand: 2 - 1"]
-    _, reasons = anywhere.folders()
+    _, reasons = repository.folders()
     for name, functions in reasons.choices.items():  # each exists, and leaving it out leaves out nothing else
-        path = anywhere.REPOSITORY / name
+        path = repository.REPOSITORY / name
         source = Source(path.read_text(encoding="utf-8"))
         own = [edit for one in source.functions if one.name in functions for edit in edits(source, one)]
         assert {one.name for one in source.functions} >= set(functions)
         assert len(own) > 0
-        assert len(anywhere.edits_of(path)) - len(anywhere.edits_of(path, functions)) == len(own)
+        assert len(repository.edits_of(path)) - len(repository.edits_of(path, functions)) == len(own)
 
 
 def test_sources_that_do_not_compile_anyway_judge_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(anywhere, "copy_checkout", lambda target: (target / "rule.py").write_text("a = 1 + 1\n"))
-    monkeypatch.setattr(anywhere.Folder, "make", "false")
-    monkeypatch.setattr(
-        anywhere, "folders", lambda: ((anywhere.Folder("rules", ("rule.py",), "", build=True),), anywhere.Reasons())
-    )
-    assert anywhere.main(["--json", str(tmp_path / "found.json")]) == ExitCode.USAGE
+    monkeypatch.setattr(repository, "copy_checkout", lambda target: (target / "rule.py").write_text("a = 1 + 1\n"))
+    monkeypatch.setattr(repository.Folder, "make", "false")
+    folder = repository.Folder("rules", ("rule.py",), "", build=True)
+    monkeypatch.setattr(repository, "folders", lambda: ((folder,), repository.Reasons()))
+    assert repository.main(["--json", str(tmp_path / "found.json")]) == ExitCode.USAGE
     assert capsys.readouterr().out == "rules: it does not compile without a bug: false\n"
     assert not (tmp_path / "found.json").exists()
 
@@ -248,17 +247,16 @@ def test_what_reaches_a_bug_is_asked_first_and_what_fails_anyway_is_left_out(
         (target / "rule.py").write_text(source, encoding="utf-8")
         (target / "test_rule.py").write_text(tests, encoding="utf-8")
 
-    monkeypatch.setattr(anywhere, "copy_checkout", copy)
-    monkeypatch.setattr(
-        anywhere, "folders", lambda: ((anywhere.Folder("rules", ("rule.py",), "test_rule.py"),), anywhere.Reasons())
-    )
-    monkeypatch.setenv("PYTHONPATH", str(Path(anywhere.__file__).parents[3]))
+    monkeypatch.setattr(repository, "copy_checkout", copy)
+    folder = repository.Folder("rules", ("rule.py",), "test_rule.py")
+    monkeypatch.setattr(repository, "folders", lambda: ((folder,), repository.Reasons()))
+    monkeypatch.setenv("PYTHONPATH", str(Path(repository.__file__).parents[3]))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take a second of each of nine runs
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
     words = ["--most", "0", "--reached", str(tmp_path), "--json", str(tmp_path / "found.json")]
-    assert anywhere.main(words) == ExitCode.FAILED
+    assert repository.main(words) == ExitCode.FAILED
     printed = capsys.readouterr().out
-    assert printed.count("not asked, because they fail without a bug: test_rule.py::test_anyway") == 1
+    assert printed.count("ignored, because they fail without a bug: test_rule.py::test_anyway") == 1
     assert "rules: 4 of 5 killed" in printed
     assert "survived: rule.py line 6: drop-operand: 1 + 1" in printed
     table = json.loads((tmp_path / "rules.json").read_text(encoding="utf-8"))
@@ -270,5 +268,5 @@ def test_what_reaches_a_bug_is_asked_first_and_what_fails_anyway_is_left_out(
     }
     assert len(reached.first(table, "rule.py", [2, 3], 0.0)) == 1
     assert reached.first(table, "rule.py", [4], 60.0) == reached.first(table, "none.py", [1], 60.0) == []
-    assert anywhere.main(words) == ExitCode.FAILED  # from the report, with nothing left to hunt
+    assert repository.main(words) == ExitCode.FAILED  # from the report, with nothing left to hunt
     assert "killed" not in capsys.readouterr().out.split("rules: 4 of 5 killed")[0]

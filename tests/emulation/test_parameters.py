@@ -55,10 +55,10 @@ def test_an_enum_is_a_number_of_its_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("struct Params { int32_t rows[4]; };", r"struct Params: 'int32_t rows\[4\]' is no member that can be read"),
-        ("struct Params { int32_t a, b; };", "'int32_t a, b' is no member"),
-        ("struct Params { double scale; };", "'double scale' is no member that can be read; known: pointers, int32_t"),
-        ("struct Params { float scale = 1.0f; };", "'float scale = 1.0f' is no member"),
+        ("struct Params { int32_t rows[4]; };", r"struct Params: 'int32_t rows\[4\]' is not a readable member"),
+        ("struct Params { int32_t a, b; };", "'int32_t a, b' is not a readable member"),
+        ("struct Params { double scale; };", "'double scale' is not a readable member; known: pointers, int32_t"),
+        ("struct Params { float scale = 1.0f; };", "'float scale = 1.0f' is not a readable member"),
         ("struct Other { float scale; };", "declares no struct Params; it declares: Other"),
         ('#include "nowhere.h"', r"no header nowhere\.h under"),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.own_process import run_python
+from tests.forked_python import run_python
 
 pytestmark = pytest.mark.slow
 

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.fuzz.targets import TARGETS, Target
 
 
-def main(words: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="./nox -s fuzz --", description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="how long (default: 20)")
     parser.add_argument("--seed", type=int, default=0, help="where the inputs start (default: 0)")
     parser.add_argument("--only", choices=sorted(TARGETS), action="append", help="these readers (default: all)")
-    given_words = parser.parse_args(words)
+    given_words = parser.parse_args(argv)
     names = given_words.only or list(TARGETS)
     until = time.monotonic() + given_words.seconds
     tried = dict.fromkeys(names, 0)

@@ -140,9 +140,9 @@ def test_a_commit_that_does_not_build_is_skipped(
 @pytest.mark.parametrize(
     ("good", "bad", "words"),
     [
-        (6, 8, "was called good, but the gate says bad"),
-        (0, 5, "was called bad, but the gate says good"),
-        (6, 0, "no ancestor"),
+        (6, 8, "was given as good, but the gate says bad"),
+        (0, 5, "was given as bad, but the gate says good"),
+        (6, 0, "not an ancestor"),
     ],
 )
 def test_ends_that_are_not_as_named_are_refused(
@@ -195,7 +195,7 @@ def test_git_runs_in_the_environment_that_is_given(tmp_path: Path) -> None:
 def test_a_search_without_an_end_names_no_commit(tmp_path: Path) -> None:
     """git is not needed: the folder is not a repository."""
     report = report_of(Search(tmp_path, "good", "bad", "correct", tmp_path), "", "", "", 1.0)
-    assert (report.verdict, report.checks[0].found) == (Verdict.FAIL, "not found: too many commits could not be judged")
+    assert (report.verdict, report.checks[0].found) == (Verdict.FAIL, "not found: too many commits could not be tested")
 
 
 def test_only_the_good_end_is_good_unseen(tmp_path: Path) -> None:

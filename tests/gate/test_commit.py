@@ -85,15 +85,15 @@ def test_a_speed_is_judged_by_the_rule_for_two_runs(
     monkeypatch: pytest.MonkeyPatch, rows: list[dict[str, Any]], word: str
 ) -> None:
     here, good = Report("bench", ()), Report("bench", ())
-    asked: list[tuple[Report, Report]] = []
+    requested: list[tuple[Report, Report]] = []
 
     def compared(a: Report, b: Report) -> Any:
-        asked.append((a, b))
+        requested.append((a, b))
         return SimpleNamespace(data={"changes": rows}, checks=())
 
     monkeypatch.setattr(compare, "compare_reports", compared)
     assert speed_word(here, good, "a") == word
-    assert asked == [(good, here)]
+    assert requested == [(good, here)]
     wrong = SimpleNamespace(data={"changes": rows}, checks=(Check("a", Verdict.FAIL, "wrong in B: x"),))
     monkeypatch.setattr(compare, "compare_reports", lambda *_: wrong)
     assert speed_word(here, good, "a") == ("skip" if not any(row["case"] == "a" for row in rows) else "bad")
@@ -242,7 +242,7 @@ def test_the_last_whole_line_is_what_a_program_says(tmp_path: Path) -> None:
 def test_a_record_by_another_rule_is_named(tmp_path: Path) -> None:
     record = {"schema": history.SCHEMA, "architecture": "sm90"}
     (tmp_path / "sm90.jsonl").write_text(json.dumps(record) + "\n" + json.dumps({**record, "schema": "other"}) + "\n")
-    with pytest.raises(ReportError, match=r"sm90\.jsonl line 2 is no record of .*other"):
+    with pytest.raises(ReportError, match=r"sm90\.jsonl line 2 is not a record of .*other"):
         history.read_history(tmp_path)
     (tmp_path / "sm90.jsonl").write_text(json.dumps(record) + "\n")
     assert history.read_history(tmp_path) == {"sm90": [record]}

@@ -77,7 +77,7 @@ def record_with(**changes: Any) -> dict[str, Any]:
     [
         ({}, ""), ({"verdict": "WARN"}, ""), ({"verdict": "FAIL"}, "failed"), ({"verdict": "FAIL", "stopped_at": "b"}, "stopped at b"),
         ({"verdict": "SKIP"}, "failed"),
-        ({"known_good": []}, "without a PASS of the emulation"), ({"commit": ""}, "of no known commit"),
+        ({"known_good": []}, "without a PASS of the emulation"), ({"commit": ""}, "of an unknown commit"),
         ({"commit": "c+"}, "files differed from the commit (+)"),
     ],
 )  # fmt: skip
@@ -233,14 +233,14 @@ def test_the_report_of_a_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     (tmp_path / f"{first_bad}.json").write_text("{}")
     report = bisect.report_of(search, first_bad, "log", "then", 1.0)
     (check,) = report.checks
-    assert check.why == f"1 commits in between were judged: {'m' * 10} skip"
-    found = f"{first_bad} a subject" if first_bad else "not found: too many commits could not be judged"
+    assert check.why == f"1 commits in between were tested: {'m' * 10} skip"
+    found = f"{first_bad} a subject" if first_bad else "not found: too many commits could not be tested"
     assert (check.verdict, check.found, check.next_step) == (
         (Verdict.PASS, found, f"git show {first_bad}") if first_bad else (Verdict.FAIL, found, "")
     )
     assert report.data["last_good"] == (f"{first_bad}-parent" if first_bad else "")
     (tmp_path / bisect.one_commit.WORDS).unlink()
-    assert bisect.report_of(search, "", "", "", 0.0).checks[0].why.endswith("judged: none was needed")
+    assert bisect.report_of(search, "", "", "", 0.0).checks[0].why.endswith("tested: none was needed")
 
 
 @pytest.mark.parametrize(

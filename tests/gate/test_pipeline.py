@@ -78,14 +78,14 @@ def test_the_environment_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """In a checkout its package comes first, and its library, which the steps before it is built do not get."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
     made = pipeline(tmp_path)
-    told = {name: made._environment(step(name)) for name in ("build", "environment", "import")}
-    assert all(not {"PYTHONPATH", "FLASHMOE_LIBRARY"} & words.keys() for words in told.values())
+    message = {name: made._environment(step(name)) for name in ("build", "environment", "import")}
+    assert all(not {"PYTHONPATH", "FLASHMOE_LIBRARY"} & words.keys() for words in message.values())
     made.paths = replace(made.paths, checkout=True)
-    told = {name: made._environment(step(name)) for name in ("build", "environment", "import")}
-    assert all(words["PYTHONPATH"] == str(tmp_path) for words in told.values())
-    assert [words.get("FLASHMOE_LIBRARY") for words in told.values()] == [None, None, str(made.paths.library)]
-    assert {words["FLASHMOE_TEST_REPORT"] for words in told.values()} == {
-        str(made.paths.reports / f"{name}.json") for name in told
+    message = {name: made._environment(step(name)) for name in ("build", "environment", "import")}
+    assert all(words["PYTHONPATH"] == str(tmp_path) for words in message.values())
+    assert [words.get("FLASHMOE_LIBRARY") for words in message.values()] == [None, None, str(made.paths.library)]
+    assert {words["FLASHMOE_TEST_REPORT"] for words in message.values()} == {
+        str(made.paths.reports / f"{name}.json") for name in message
     }
 
 
@@ -95,8 +95,8 @@ def test_a_build_that_was_not_given_runs(tmp_path: Path) -> None:
 
 def test_a_warning_is_no_step_that_was_not_checked(tmp_path: Path) -> None:
     report = run(tmp_path, step("one"), step("two", "WARN"), step("three", needs="checkout"))
-    told = [words.partition(":")[0] for words in report.data["not_checked"]]
-    assert told == ["three", "any kernel on a GPU"]
+    message = [words.partition(":")[0] for words in report.data["not_checked"]]
+    assert message == ["three", "any kernel on a GPU"]
 
 
 def test_steps_that_pass(tmp_path: Path) -> None:
@@ -239,10 +239,10 @@ def test_nothing_is_known_good_without_the_proof(
     whole = (step("one"), step("emulation", verdict, int(verdict == "FAIL"), needs="compiler"), step("two"))
     report = run(tmp_path, *select(["one"] if proof == "left out" else ["one", "emulation"], whole), every=whole)
     assert report.data["known_good"] == good
-    told = "\n".join(report.data["not_checked"])
-    assert "two (./nox -s gate)" in told
-    assert ("emulation" in told) == (proof in ("WARN", "left out", "no compiler"))
-    assert "any kernel on a GPU: there is none here" in told
+    message = "\n".join(report.data["not_checked"])
+    assert "two (./nox -s gate)" in message
+    assert ("emulation" in message) == (proof in ("WARN", "left out", "no compiler"))
+    assert "any kernel on a GPU: there is none here" in message
     text = cli.render(report)
     assert ("known good: one, emulation\n" in text) == bool(good)
     assert ("known good: nothing (emulation has to pass first)\n" in text) != bool(good)
@@ -453,15 +453,15 @@ def test_the_whole_text_of_a_run(rate: float) -> None:
     assert cli.render(Report("gate", (), data, {}, (), "", 1.0)).splitlines()[4:] == ["known good: import, emulation"]
 
 
-@pytest.mark.parametrize("told", ["environment", "data"])
-def test_what_a_run_with_a_gpu_and_one_that_did_nothing_leave_unsaid(tmp_path: Path, told: str) -> None:
+@pytest.mark.parametrize("message", ["environment", "data"])
+def test_what_a_run_with_a_gpu_and_one_that_did_nothing_leave_unsaid(tmp_path: Path, message: str) -> None:
     words = "any kernel on a GPU: there is none here"
     assert words not in pipeline(tmp_path, step("one")).not_checked  # nothing ran
     ran = pipeline(tmp_path, step("one"))
     ran.run()
     assert ran.not_checked == [words]
-    own = '"environment": {' if told == "environment" else '"data": {'
-    comma = "" if told == "environment" else ", "
+    own = '"environment": {' if message == "environment" else '"data": {'
+    comma = "" if message == "environment" else ", "
     gpu = '"gpu": {"name": "a GPU", "capability": "9.0"}' + comma
     (tmp_path / "write.py").write_text(WRITE.replace(own, own + gpu))
     seen = Pipeline(ran.steps, ran.paths, 60.0, 0.0, every=ran.steps)

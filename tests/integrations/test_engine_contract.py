@@ -8,7 +8,7 @@ import pytest
 
 from flashmoe.errors import BuildError
 from flashmoe_build.engines import record, wheels
-from flashmoe_build.engines.__main__ import judge
+from flashmoe_build.engines.__main__ import check_version
 from flashmoe_build.engines.clauses import ENGINES
 from flashmoe_build.engines.contract import Calls, Has, changes, number_of
 from flashmoe_build.engines.signatures import Parameter, Signature, abstract_methods, names, parse, signature
@@ -45,7 +45,7 @@ def recorded(engine: str, version: str) -> record.Version:
 
 @pytest.mark.parametrize("found", record.load(), ids=lambda one: f"{one.engine}-{one.version}")
 def test_what_was_recorded_is_what_the_plug_ins_take_it_for(found: record.Version) -> None:
-    assert [str(check.found) for check in judge(found, [found]) if check.verdict is not Verdict.PASS] == []
+    assert [str(check.found) for check in check_version(found, [found]) if check.verdict is not Verdict.PASS] == []
 
 
 def test_every_pin_is_recorded() -> None:
@@ -79,7 +79,7 @@ def test_a_changed_signature_fails_by_engine_version_class_and_parameter(engine,
     before = recorded(engine, version)
     changed = parse(change(str(before.found[theirs])))
     assert changed != before.found[theirs]
-    checks = list(judge(replace(before, found={**before.found, theirs: changed}), [before]))
+    checks = list(check_version(replace(before, found={**before.found, theirs: changed}), [before]))
     assert {check.verdict for check in checks} == {Verdict.FAIL}
     assert all(check.name.startswith(f"{engine} {version}") for check in checks)
     assert any(said in check.found for check in checks if "record" not in check.name)
@@ -96,7 +96,7 @@ def test_a_changed_signature_fails_by_engine_version_class_and_parameter(engine,
 )
 def test_what_is_gone_or_newly_demanded_is_named(theirs: str, now: frozenset[str] | None, said: str) -> None:
     before = recorded("vllm", "0.33.0")
-    found = [check.found for check in judge(replace(before, found={**before.found, theirs: now}), [])]
+    found = [check.found for check in check_version(replace(before, found={**before.found, theirs: now}), [])]
     assert any(said in text for text in found)
 
 
@@ -154,7 +154,7 @@ def test_of_a_wheel_the_named_modules_are_kept(tmp_path: Path, monkeypatch: pyte
     assert wheels.torch_of(folder) == "2.14.1"
     found = wheels.read(folder, ENGINES["sglang"])
     assert found["sglang.srt.plugins:"] == {"GENERAL_PLUGINS_GROUP"}
-    checks = list(judge(record.Version("sglang", "1.2.3", "2.14.1", found), []))
+    checks = list(check_version(record.Version("sglang", "1.2.3", "2.14.1", found), []))
     assert len(checks) > 10
     assert all(check.verdict is Verdict.FAIL for check in checks)
 

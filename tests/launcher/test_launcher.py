@@ -111,7 +111,7 @@ def tools_only(folder: Path) -> Path:
 def test_no_python_says_what_was_looked_for(checkout: Checkout, tmp_path: Path) -> None:
     done = checkout.run(PATH=str(tools_only(tmp_path / "bin")), FLASHMOE_PYTHON="")
     assert done.returncode == 1
-    assert "no Python of 3.10 or newer" in done.stderr
+    assert "no Python 3.10 or newer" in done.stderr
     assert "FLASHMOE_PYTHON=/path/to/python3 ./nox" in done.stderr
 
 

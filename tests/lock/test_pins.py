@@ -63,24 +63,24 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 def test_a_missing_pin_is_named_with_the_file_that_asks(tmp_path: Path) -> None:
     write(tmp_path, "base.in", "torch==2.10.0\n")
-    wanted = read_inputs(write(tmp_path, "more.in", "-r base.in\n-c base.txt\nrich\n"))
+    expected = read_inputs(write(tmp_path, "more.in", "-r base.in\n-c base.txt\nrich\n"))
     with pytest.raises(LockError, match=r"base\.in asks for torch==2\.10\.0, but the lock has no pin for torch"):
-        check_lock(wanted, parse_lock(lock_text("rich==15.0"), "more.txt"), ENVIRONMENT)
+        check_lock(expected, parse_lock(lock_text("rich==15.0"), "more.txt"), ENVIRONMENT)
 
 
 def test_a_pin_outside_what_was_asked_for_is_named(tmp_path: Path) -> None:
-    wanted = read_inputs(write(tmp_path, "a.in", "numpy<2\n"))
+    expected = read_inputs(write(tmp_path, "a.in", "numpy<2\n"))
     with pytest.raises(LockError, match=r"asks for numpy<2, but the lock has numpy==2\.1\.0"):
-        check_lock(wanted, parse_lock(lock_text("numpy==2.1.0"), "a.txt"), ENVIRONMENT)
-    check_lock(wanted, parse_lock(lock_text("numpy==1.26.4"), "a.txt"), ENVIRONMENT)
+        check_lock(expected, parse_lock(lock_text("numpy==2.1.0"), "a.txt"), ENVIRONMENT)
+    check_lock(expected, parse_lock(lock_text("numpy==1.26.4"), "a.txt"), ENVIRONMENT)
 
 
 def test_a_requirement_for_another_python_needs_no_pin(tmp_path: Path) -> None:
-    wanted = read_inputs(write(tmp_path, "a.in", "tomli; python_version < '3.11'\nrich\n"))
+    expected = read_inputs(write(tmp_path, "a.in", "tomli; python_version < '3.11'\nrich\n"))
     pins = parse_lock(lock_text("rich==15.0"), "a.txt")
-    check_lock(wanted, pins, ENVIRONMENT)
+    check_lock(expected, pins, ENVIRONMENT)
     with pytest.raises(LockError, match="tomli"):
-        check_lock(wanted, pins, {**ENVIRONMENT, "python_version": "3.10", "python_full_version": "3.10.1"})
+        check_lock(expected, pins, {**ENVIRONMENT, "python_version": "3.10", "python_full_version": "3.10.1"})
 
 
 def test_drift_of_every_kind() -> None:

@@ -54,19 +54,19 @@ def test_test_paths_do_not_depend_on_the_folder() -> None:
 
 @pytest.mark.parametrize("session", ["bench", "compat", "hub", "smoke", "symbols", "verify"])
 def test_help_needs_no_wheel(session: str) -> None:
-    said: list[tuple[object, ...]] = []
+    message: list[tuple[object, ...]] = []
     given = {
         "nox": SimpleNamespace(session=lambda function: function),
         "REPORTS": Path(),
         "locked": lambda *_: "python",
         "newest_wheel": lambda _: pytest.fail("a clean clone has none"),
-        "program": lambda _, *words: said.append(words),
+        "program": lambda _, *words: message.append(words),
         "asks_for_help": noxfile_function("asks_for_help"),
         "sys": sys,
     }
     noxfile_function(session, **given)(SimpleNamespace(posargs=["--help"]))
-    assert len(said) == 1
-    assert "--help" in said[0]
+    assert len(message) == 1
+    assert "--help" in message[0]
 
 
 def test_main_runs_steps_of_the_gate() -> None:
@@ -163,7 +163,7 @@ def test_a_draw_takes_a_quarter_of_the_cases_of_large_tests(tmp_path: Path, proc
     tens = Counter(int(name[:-1].partition("[")[2]) // 10 for name in ran if "test_together" in name)
     assert set(tens.values()) == {10}
     assert "GPU: 9 tests did not run" in done.stdout
-    assert "DRAWN: 69 cases and 6 files are other commits'" in done.stdout
+    assert "DRAWN: 69 cases and 6 files were not sampled for this commit" in done.stdout
     data = json.loads(report.read_text())["data"]
     assert (data["left_out"], data["gpu_not_run"], data["skipped"]) == (
         69,

@@ -92,8 +92,8 @@ def test_only_tests_that_ran_and_passed_are_a_pass(tmp_path: Path, body: str, ve
 
 
 def test_a_torch_below_the_floor_must_be_refused_in_words(tmp_path: Path) -> None:
-    said = "TorchVersionError: flashmoe needs torch >= 2.10; found 2.9.1; upgrade"
-    assert compat._refusal(program(tmp_path, f"echo '{said}' >&2; exit 1"), "2.9.1")[0] is Verdict.PASS
+    message = "TorchVersionError: flashmoe needs torch >= 2.10; found 2.9.1; upgrade"
+    assert compat._refusal(program(tmp_path, f"echo '{message}' >&2; exit 1"), "2.9.1")[0] is Verdict.PASS
     assert compat._refusal(program(tmp_path, "echo 'undefined symbol: x' >&2; exit 1"), "2.9.1")[0] is Verdict.FAIL
     assert compat._refusal(program(tmp_path, "exit 0"), "2.9.1")[0] is Verdict.FAIL
 

@@ -74,16 +74,16 @@ def test_a_draw_gives_the_image_compiled_units_but_a_sample(tmp_path: Path) -> N
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(key)
             path.chmod(0o600)  # as the cache writes them: the image has a different user
-    docker.write_text(f'#!/bin/sh\n[ "$*" = "import - {image.GIVEN}" ] && exec cat >"{got}"\n')
+    docker.write_text(f'#!/bin/sh\n[ "$*" = "import - {image.PREBUILT}" ] && exec cat >"{got}"\n')
     docker.chmod(0o755)
     for draw in ("one", "another"):
-        withheld = image.give(str(docker), cache, draw)
+        withheld = image.import_prebuilt(str(docker), cache, draw)
         with tarfile.open(got) as packed:
             given = {member.name: member.mode for member in packed.getmembers()}
         assert set(given.values()) == {0o644}
         assert {f"{name.removesuffix('.cubin')}.json" for name in given if name.endswith(".cubin")} <= given.keys()
-        assert {key for key in keys if f"{key[:2]}/{key}.cubin" not in given} == drawn(keys, image.WITHHELD, draw)
-        assert withheld == len(keys) // image.WITHHELD == len(keys) - len(given) // 2
+        assert {key for key in keys if f"{key[:2]}/{key}.cubin" not in given} == drawn(keys, image.REBUILD_EVERY, draw)
+        assert withheld == len(keys) // image.REBUILD_EVERY == len(keys) - len(given) // 2
     command = image.build_command("docker", "test", tmp_path, base=None, archs="75", secrets={}, network="", given="g")
     assert "COMPILED=g" in command
     assert {image.drawn_targets({"FLASHMOE_DRAW": draw})[0] for draw in "abcdef"} == set(image.TARGETS)
@@ -253,20 +253,20 @@ def fake_programs(folder: Path, refuses: str = "") -> Path:
 
 
 @pytest.mark.parametrize(
-    ("refuses", "said"),
+    ("refuses", "message"),
     [
         ("start", "the engine did not come up: no iptables"),
         ("import", "the engine cannot unpack an image: remount /: invalid argument"),
         ("run", "the engine cannot run a container: unshare: operation not permitted"),
     ],
 )
-def test_an_engine_that_cannot_run_anything_is_not_run(tmp_path: Path, refuses: str, said: str) -> None:
+def test_an_engine_that_cannot_run_anything_is_not_run(tmp_path: Path, refuses: str, message: str) -> None:
     """The errors in an unprivileged container and in a chroot that is not a mount point. The engine that was started is ended."""
     started = fake_programs(tmp_path, refuses)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run([tmp_path / "ci/images"], env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (3, "")
-    assert f"images: NOT RUN (not passed): {said}" in done.stdout
+    assert f"images: NOT RUN (not passed): {message}" in done.stdout
     if started.exists():
         with pytest.raises(ProcessLookupError):
             os.kill(int(started.read_text()), 0)

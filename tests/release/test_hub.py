@@ -22,7 +22,7 @@ def test_targets_are_written_as_the_hub_writes_them() -> None:
 def test_a_wheel_without_the_library_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "other-1-py3-none-any.whl", "w") as archive:
         archive.writestr("other/__init__.py", "")
-    with pytest.raises(BuildError, match=r"holds no flashmoe/libflashmoe\.so"):
+    with pytest.raises(BuildError, match=r"contains no flashmoe/libflashmoe\.so"):
         hub.write(tmp_path / "other-1-py3-none-any.whl", tmp_path / "hub")
 
 

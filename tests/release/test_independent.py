@@ -8,7 +8,7 @@ import pytest
 
 from flashmoe.errors import BuildError, ExitCode
 from flashmoe_build.release import independent, reproduce
-from flashmoe_build.release.independent import judge
+from flashmoe_build.release.independent import check_rebuilt
 from flashmoe_build.release.version import Commit
 from flashmoe_tools.report import Verdict
 from flashmoe_tools.verify.content import read_wheel
@@ -20,7 +20,7 @@ PASS, SKIP, FAIL = Verdict.PASS, Verdict.SKIP, Verdict.FAIL
 
 
 def judged(first: Path, second: Path, folder: Path) -> dict[str, Verdict]:
-    checks = judge("other", read_wheel(first, folder / "one"), read_wheel(second, folder / "two"))
+    checks = check_rebuilt("other", read_wheel(first, folder / "one"), read_wheel(second, folder / "two"))
     return {check.name.removeprefix("other: "): check.verdict for check in checks}
 
 

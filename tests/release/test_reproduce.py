@@ -1,4 +1,4 @@
-"""`nox -s reproduce`: the worlds really differ, and a build that depends on its world is detected."""
+"""`nox -s reproduce`: the environments really differ, and a build that depends on its environment is detected."""
 
 import functools
 from pathlib import Path
@@ -8,10 +8,10 @@ from release_builders import git
 
 from flashmoe.errors import BuildError, ExitCode
 from flashmoe_build.release import reproduce as program
-from flashmoe_build.release.reproduce import Machine, World, compare, plan, reproduce
+from flashmoe_build.release.reproduce import BuildEnvironment, Machine, compare, plan, reproduce
 from flashmoe_tools.report import Check, Report, Verdict, read_report
 
-# A build with the sessions' interface that writes into its wheel everything that the worlds vary.
+# A build with the sessions' interface that writes into its wheel everything that the environments vary.
 LEAKY = """
 import json, locale, os, pathlib, time, zipfile
 facts = {
@@ -61,7 +61,7 @@ def test_a_build_that_takes_nothing_from_its_world_passes(tmp_path: Path) -> Non
     report = run(tmp_path)
     assert report.verdict is Verdict.PASS, report.checks
     same = [check for check in report.checks if check.name.startswith("same bytes")]
-    assert len(same) == 2 * 3  # two worlds compared with the first; the wheel, its one member, its one device binary
+    assert len(same) == 2 * 3  # two builds compared with the first; the wheel, its one member, its one device binary
 
 
 def test_everything_that_is_varied_reaches_the_build(tmp_path: Path) -> None:
@@ -85,22 +85,22 @@ def test_the_clock_is_varied(tmp_path: Path) -> None:
 
 
 def test_what_a_machine_lacks_is_said(tmp_path: Path) -> None:
-    worlds, checks = plan(4, Machine("", "", "not root", ""), tmp_path, tmp_path / "s")
+    environments, checks = plan(4, Machine("", "", "not root", ""), tmp_path, tmp_path / "s")
     assert {check.name: check.found for check in checks if check.verdict is Verdict.SKIP} == {
         "varied: clock": "faketime is not installed",
         "varied: user": "not root",
         "varied: file system": "no memory file system with room",
     }
-    assert len({world.folder for world in worlds}) == len({world.umask for world in worlds}) == 3
-    assert worlds[2].variables["FLASHMOE_CACHE_DIR"] == str(worlds[0].folder / "build" / "cache")
+    assert len({one.folder for one in environments}) == len({one.umask for one in environments}) == 3
+    assert environments[2].variables["FLASHMOE_CACHE_DIR"] == str(environments[0].folder / "build" / "cache")
 
 
 def test_a_faked_clock_and_another_user_wrap_the_build(tmp_path: Path) -> None:
-    worlds, _ = plan(1, Machine("/usr/bin/faketime", "nobody", "", "/dev/shm"), tmp_path, tmp_path / "s")
-    assert worlds[0].prefix == ()
-    assert worlds[1].prefix[0] == "setpriv"
-    assert worlds[1].prefix[-3:] == ("/usr/bin/faketime", "-f", "+400d")
-    assert worlds[0].variables["MAX_JOBS"] != worlds[1].variables["MAX_JOBS"]
+    environments, _ = plan(1, Machine("/usr/bin/faketime", "nobody", "", "/dev/shm"), tmp_path, tmp_path / "s")
+    assert environments[0].prefix == ()
+    assert environments[1].prefix[0] == "setpriv"
+    assert environments[1].prefix[-3:] == ("/usr/bin/faketime", "-f", "+400d")
+    assert environments[0].variables["MAX_JOBS"] != environments[1].variables["MAX_JOBS"]
 
 
 def test_a_file_on_one_side_only_is_a_difference() -> None:
@@ -114,13 +114,13 @@ def test_a_file_on_one_side_only_is_a_difference() -> None:
 def test_an_interruption_leaves_what_was_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root, build_in, worlds = repository(tmp_path / "root", ("umask",)), program.build_in, []
+    root, build_in, environments = repository(tmp_path / "root", ("umask",)), program.build_in, []
 
-    def build(world: World, archs: str) -> Path:
-        worlds.append(world.name)
-        if len(worlds) == 3:
+    def build(environment: BuildEnvironment, archs: str) -> Path:
+        environments.append(environment.name)
+        if len(environments) == 3:
             raise KeyboardInterrupt
-        return build_in(world, archs)
+        return build_in(environment, archs)
 
     monkeypatch.setattr(program, "build_in", build)
     monkeypatch.setattr(program, "reproduce", functools.partial(reproduce, root=root))

@@ -65,9 +65,9 @@ def test_a_sound_wheel_passes_and_says_what_was_not_checked(
     assert set(report.data["binaries"]) == {"attention_f16.sm_80", "attention_bf16.sm_80"}
     assert 0.0 <= report.seconds < 600.0
     assert main(["verify", str(wheel), "--root", str(clone)]) == 0
-    told = capsys.readouterr().out
-    assert "not checked  rebuilt wheel: not asked for: the compiled library" in told
-    assert told.rstrip().endswith("not checked: rebuilt wheel, signature")
+    message = capsys.readouterr().out
+    assert "not checked  rebuilt wheel: not requested: the compiled library" in message
+    assert message.rstrip().endswith("not checked: rebuilt wheel, signature")
 
 
 def test_an_edited_device_binary(make_wheel: WheelMaker, library: bytes, clone: Path) -> None:
@@ -291,9 +291,9 @@ def test_a_provenance_of_wrong_types_is_refused_in_words(
         wrong = {**provenance_of(library, clone), **wrong}
     wheel = make_wheel(record=wrong if isinstance(wrong, str) else json.dumps(wrong))
     assert main(["verify", str(wheel), "--root", str(clone)]) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("VerifyError: ")
-    assert "flashmoe/provenance.json" in told
+    message = capsys.readouterr().err
+    assert message.startswith("VerifyError: ")
+    assert "flashmoe/provenance.json" in message
 
 
 @pytest.mark.parametrize("record", ["a,\0,b\n", "flashmoe/__init__.py," + "x" * 200_000 + ",\n", '"\n'])
@@ -381,9 +381,9 @@ def test_names_are_shown_as_they_are_unless_they_would_not_be_a_line() -> None:
 
 def test_a_long_list_of_files_says_how_many_more(make_wheel: WheelMaker, clone: Path) -> None:
     more = {f"flashmoe/extra{number}.py": "" for number in range(10)}
-    told = {check.name: check.found for check in problems(checked(make_wheel(files=more), clone))}["files"]
-    assert told.endswith("flashmoe/extra7.py and 2 more")
-    told = {
+    message = {check.name: check.found for check in problems(checked(make_wheel(files=more), clone))}["files"]
+    assert message.endswith("flashmoe/extra7.py and 2 more")
+    message = {
         check.name: check.found for check in problems(checked(make_wheel(files=dict(list(more.items())[:8])), clone))
     }["files"]
-    assert told.endswith("flashmoe/extra7.py")
+    assert message.endswith("flashmoe/extra7.py")

@@ -107,8 +107,8 @@ def test_a_commit_without_what_a_build_needs_is_none_of_ours(
     stamp = int(git(root, "log", "-1", "--format=%ct"))
     wheel = make_wheel(commit=git(root, "rev-parse", "HEAD"), source_date_epoch=stamp)
     assert main(["verify", str(wheel), "--root", str(root)]) == 1
-    told = capsys.readouterr()
-    assert gone in told.out + told.err
+    message = capsys.readouterr()
+    assert gone in message.out + message.err
 
 
 def test_a_clone_without_the_commits_tree_is_told(clone: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_commit_without_a_version_is_named_as_none_of_ours(clone: Path, tmp_pa
     objects = Objects(clone_of(root), tmp_path / "objects.git")
     commit = objects.commit(git(root, "rev-parse", "HEAD"))
     assert commit is not None
-    with pytest.raises(VerifyError, match=f"has no {gone}, so it is no commit of flashmoe"):
+    with pytest.raises(VerifyError, match=f"has no {gone}, so it is not a commit of flashmoe"):
         expected_content(objects, commit, frozenset())
 
 

@@ -64,7 +64,7 @@ def test_a_commit_that_names_no_packages(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[", "cannot be read: "),
         ("", "names no project"),
@@ -72,8 +72,8 @@ def test_a_commit_that_names_no_packages(text: str) -> None:
         ("[project]\nname = 1", "names no"),
     ],
 )
-def test_a_commit_that_names_no_project(text: str, told: str) -> None:
-    with pytest.raises(VerifyError, match=told):
+def test_a_commit_that_names_no_project(text: str, message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
         read_project(text.encode())
 
 

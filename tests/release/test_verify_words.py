@@ -18,7 +18,7 @@ COMMIT = "c" * 40
 FOUND = SimpleNamespace(digest=COMMIT, epoch=7, tree={})
 
 
-def told(check: Check) -> tuple[str, ...]:
+def message(check: Check) -> tuple[str, ...]:
     return (check.verdict.name, check.found, check.expected, check.why, check.next_step)
 
 
@@ -33,14 +33,14 @@ SHOWN = COMMIT[:12]
 def test_what_was_not_asked_for() -> None:
     (rebuilt,) = cli.check_rebuild(of(), None, cli.Request(), Path())
     signed = cli.check_bundle(of(), cli.Request())
-    found = "not asked for: the compiled library was compared with the wheel's own record only"
-    assert told(rebuilt) == ("SKIP", found, "", "", "--rebuild, in a clone")
+    found = "not requested: the compiled library was compared with the wheel's own record only"
+    assert message(rebuilt) == ("SKIP", found, "", "", "--rebuild, in a clone")
     step = "--bundle FILE --identity WHO --issuer WHERE"
-    assert told(signed) == ("SKIP", "no bundle given: who built it is unknown", "", "", step)
+    assert message(signed) == ("SKIP", "no bundle given: who built it is unknown", "", "", step)
     clone: Any = SimpleNamespace()
-    for asked, commit in ((cli.Request(again=True), FOUND), (cli.Request(clone, again=True), None)):
+    for requested, commit in ((cli.Request(again=True), FOUND), (cli.Request(clone, again=True), None)):
         with pytest.raises(VerifyError, match="--rebuild needs a clone"):
-            cli.check_rebuild(of(), commit, asked, Path())
+            cli.check_rebuild(of(), commit, requested, Path())
     for given in (("b", "who", ""), ("b", "", "where"), ("b", "", "")):
         with pytest.raises(ArgumentError, match="--bundle needs --identity and --issuer"):
             signature.check_options(SimpleNamespace(bundle=given[0], identity=given[1], issuer=given[2]))
@@ -74,7 +74,7 @@ def test_the_host(
     monkeypatch.setattr(content, "section_data", lambda *_: notes)
     stated = {"platform": "x86_64", "cxx": "g++ 12.2.0", "record": {"schema": 1}, "compilers": {"cxx": ""}, **changes}
     given: Any = SimpleNamespace(stated=SimpleNamespace(**stated), machine="x86_64", read=lambda _: b"")
-    assert told(content.check_host(given))[:3] == words
+    assert message(content.check_host(given))[:3] == words
 
 
 PROJECT: Mapping[str, Any] = {
@@ -163,24 +163,24 @@ def test_a_rebuilt_wheel_that_differs_around_its_members() -> None:
         return SimpleNamespace(sha256=digest, members={"same": "s"}, cubins={}, stated=SimpleNamespace(cxx="g++ 1"))
 
     none, check = rebuild.compare(side("1"), side("2"))
-    assert told(none)[:2] == ("PASS", "a build for the CPU only has none")
-    assert told(check)[:3] == ("FAIL", "differs in the archive around its members", "the same")
-    assert told(rebuild.compare(side("1"), side("1"))[1])[:2] == ("PASS", "byte for byte the same, sha256 1")
+    assert message(none)[:2] == ("PASS", "a build for the CPU only has none")
+    assert message(check)[:3] == ("FAIL", "differs in the archive around its members", "the same")
+    assert message(rebuild.compare(side("1"), side("1"))[1])[:2] == ("PASS", "byte for byte the same, sha256 1")
 
 
 @pytest.mark.parametrize(("machine", "here"), [("x86_64", "x86_64"), ("aarch64", "x86_64")])
 @pytest.mark.parametrize("found", ["", "/bin/g++"])
 def test_the_environment_of_a_rebuild(monkeypatch: pytest.MonkeyPatch, machine: str, here: str, found: str) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
     monkeypatch.setattr(rebuild.platform, "machine", lambda: here)
-    monkeypatch.setattr(rebuild, "find_compiler", lambda _, __, prefix: asked.append(prefix) or found)
+    monkeypatch.setattr(rebuild, "find_compiler", lambda _, __, prefix: requested.append(prefix) or found)
     given: Any = SimpleNamespace(machine=machine, stated=SimpleNamespace(targets=("sm_80", "sm_90a"), cxx=""))
     built = rebuild.build_environment(given, {"KEPT": "1", **dict.fromkeys((*rebuild.DROPPED, "GIT_DIR"), "x")})
     own = {} if machine == here else {"FLASHMOE_PLATFORM": machine}
     own |= {"CXX": found} if found else {}
     neutral = rebuild.neutral_environment({})
     assert built == {"KEPT": "1", **neutral, "FLASHMOE_ARCHS": "sm_80,sm_90a", **own}
-    assert asked == ["" if machine == here else f"{machine}-linux-gnu-"]
+    assert requested == ["" if machine == here else f"{machine}-linux-gnu-"]
     given.stated.targets = ()
     assert rebuild.build_environment(given, {})["FLASHMOE_ARCHS"] == "none"
 
@@ -199,7 +199,7 @@ def test_by_which_rule_a_description_is_made(
     own = Path(files.links.__file__).read_bytes()
     held = {"a.md": b"A", "README.md": b"R", **({files.LINKS: own if is_same else b""} if is_there else {})}
     commit: Any = SimpleNamespace(digest=COMMIT, tree={name: name for name in held})
-    objects: Any = SimpleNamespace(read=lambda asked: {one: held[one] for one in asked})
+    objects: Any = SimpleNamespace(read=lambda requested: {one: held[one] for one in requested})
     monkeypatch.setattr(files.links, "long_description", lambda *given: ", ".join(given))
     project = {"urls": {"Source": "s"}, **({"readme": named} if named else {})}
     made = files._description(objects, commit, project, "1.0")
@@ -227,12 +227,12 @@ def test_a_record_of_another_schema() -> None:
 
 @pytest.mark.parametrize("answer", [b"B blob 1\nx\n", b"A blob 1"])
 def test_an_answer_of_git_that_is_no_file(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
-    objects, asked = repository.Objects.__new__(repository.Objects), list[bytes]()
+    objects, requested = repository.Objects.__new__(repository.Objects), list[bytes]()
     monkeypatch.setattr(
-        objects, "_git", lambda *_, given: asked.append(given) or b"A blob 2\nx\n\nB blob 0\n\n", raising=False
+        objects, "_git", lambda *_, given: requested.append(given) or b"A blob 2\nx\n\nB blob 0\n\n", raising=False
     )
     assert objects.read(iter("ABA")) == {"A": b"x\n", "B": b""}
-    assert asked == [b"A\nB\n"]
+    assert requested == [b"A\nB\n"]
     monkeypatch.setattr(objects, "_git", lambda *_, given: answer, raising=False)
     with pytest.raises(VerifyError, match=r"the clone lacks object [AB]; a whole clone has it"):
         objects.read("AB"[: 2 if b"A blob" in answer else 1])

@@ -90,7 +90,7 @@ def test_the_statement_names_every_hash_of_the_lock_and_no_address(library: byte
     lock.write_text(f"torch==2.10.0 \\\n    --hash=sha256:{digest}\nninja==1.0 \\\n    --hash=sha256:{'cd' * 32}\n")
     record = provenance_of(library, clone, locks={"build.txt": hashlib.sha256(lock.read_bytes()).hexdigest()})
     (tmp_path / "dist").mkdir()
-    with pytest.raises(BuildError, match="holds no wheel"):
+    with pytest.raises(BuildError, match="contains no wheel"):
         write_statement(tmp_path / "dist", tmp_path, tmp_path)
     (tmp_path / "dist" / "a.whl").write_bytes(b"wheel")
     with pytest.raises(BuildError, match="cannot be read"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe.errors import ReportError
-from flashmoe_build.release.workflows import PUSHED, REQUIRED, check, jobs_of, judge, main, marked, summary
+from flashmoe_build.release.workflows import PUSHED, REQUIRED, check, check_jobs, jobs_of, main, marked, summary
 from flashmoe_tools.bench.ratchet import write_marks
 from flashmoe_tools.report import Verdict
 from flashmoe_tools.tables import load_tables
@@ -140,12 +140,12 @@ def results(**changes: str) -> dict[str, dict[str, str]]:
 
 
 def test_a_gpu_without_a_runner_is_not_run_and_no_pass() -> None:
-    report = judge(results(), ["sm90"])
+    report = check_jobs(results(), ["sm90"])
     assert report.verdict is Verdict.PASS
     verdicts = {check.name: check.verdict for check in report.checks}
     assert (verdicts["gpu"], verdicts["gpu sm80"]) == (Verdict.PASS, Verdict.SKIP)
     assert "gpu sm90" not in verdicts
-    assert {check.name for check in judge(results(gpu="skipped")).checks if check.verdict is Verdict.SKIP} == {
+    assert {check.name for check in check_jobs(results(gpu="skipped")).checks if check.verdict is Verdict.SKIP} == {
         "gpu", *(f"gpu {gpu.name}" for gpu in GPUS)
     }  # fmt: skip
 
@@ -155,13 +155,13 @@ def test_a_gpu_without_a_runner_is_not_run_and_no_pass() -> None:
     [{"lint": "failure"}, {"test": "skipped"}, {"image": "cancelled"}, {"gpu": "failure"}, {"gpu": "cancelled"}],
 )
 def test_anything_else_than_success_fails_the_summary(changes: dict[str, str]) -> None:
-    assert judge(results(**changes)).verdict is Verdict.FAIL
+    assert check_jobs(results(**changes)).verdict is Verdict.FAIL
 
 
 def test_a_job_that_was_taken_away_fails_the_summary() -> None:
     needs = results()
     del needs["test"]
-    assert judge(needs).verdict is Verdict.FAIL
+    assert check_jobs(needs).verdict is Verdict.FAIL
 
 
 def test_the_summary_without_results_is_an_error(tmp_path: Path) -> None:

@@ -125,9 +125,9 @@ def chosen(made: Sequence[Edit], share: int, name: str) -> list[Edit]:
     turns = list(groups.values())
     first = zlib.crc32(name.encode()) % len(turns) if turns else 0
     turns = turns[first:] + turns[:first]
-    for place in range(max(map(len, turns), default=0)):
+    for index in range(max(map(len, turns), default=0)):
         for group in turns:
-            if share > 0 and place < len(group):
-                kept.append(group[place])
+            if share > 0 and index < len(group):
+                kept.append(group[index])
                 share -= 1
     return kept

@@ -140,10 +140,10 @@ def hunt_in_process(mutant: Mutant, end: float = float("inf")) -> Kill | None:
     runs = 0
     try:
         while receiver.poll(max(0.0, min(CASE_SECONDS, end - time.monotonic()))):
-            heard: int | Kill = receiver.recv()
-            if isinstance(heard, Kill):
-                return heard
-            runs = heard
+            message: int | Kill = receiver.recv()
+            if isinstance(message, Kill):
+                return message
+            runs = message
         if time.monotonic() >= end:
             return None
         detail = f"no end of a case within {CASE_SECONDS} s"

@@ -80,7 +80,7 @@ def patched(mutant: Mutant) -> str:
         spans = [(mutant.at, end)] if text[mutant.at : end] == mutant.anchor else []
     if len(spans) != 1:
         msg = (
-            f"mutant {mutant.name}: its anchor stands {len(spans)} times in csrc/{mutant.file}; "
+            f"mutant {mutant.name}: its anchor occurs {len(spans)} times in csrc/{mutant.file}; "
             "bring the TOML row that plants it up to date"
         )
         raise TableError(msg)

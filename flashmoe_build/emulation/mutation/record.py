@@ -79,8 +79,8 @@ def _check(mutant: Mutant, kill: Kill) -> Check:
         why=mutant.what,
         next_step=""
         if kill.killed or nothing_to_notice
-        else f"sharpen the suite of {', '.join(mutant.kernels[:3])}"
-        + (", or say in generated.toml why nothing can notice it" if by_rule else ""),
+        else f"extend the suite of {', '.join(mutant.kernels[:3])}"
+        + (", or say in generated.toml why no test can notice it" if by_rule else ""),
     )
 
 

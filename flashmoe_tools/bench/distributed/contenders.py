@@ -1,4 +1,4 @@
-"""The calls that each part times once they are checked: flashmoe on several GPUs, on one GPU, and torch's equivalent."""
+"""The calls that each workload times once they are checked: flashmoe on several GPUs, on one GPU, and torch's equivalent."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,8 +24,8 @@ from flashmoe.distributed import (
 from flashmoe.distributed.expert_parallel import _Exchange, _Return
 from flashmoe.moe.scaled import E4M3
 from flashmoe_tools.bench.distributed.measure import Call, Ranks
-from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart
 from flashmoe_tools.bench.distributed.ring_flash import load
+from flashmoe_tools.bench.distributed.workloads import AttentionWorkload, ExpertsWorkload
 from flashmoe_tools.operations.moe.contenders import grouped
 
 Calls = dict[str, Call]
@@ -39,16 +39,16 @@ def _both_ways(call: Callable[..., Any], tensors: list[Tensor], upstream: Tensor
     return out.detach(), *torch.autograd.grad(out, inputs, upstream)
 
 
-def _difference(found: Tensor, wanted: Tensor) -> float:
+def _difference(found: Tensor, expected: Tensor) -> float:
     """The largest absolute difference, relative to the largest wanted element."""
-    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
 def _dtype(ranks: Ranks) -> torch.dtype:
     return torch.bfloat16 if ranks.is_gpu else torch.float32
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
 
 
@@ -66,7 +66,7 @@ def _add_ring_flash(
             worst = max(_difference(theirs, own) for theirs, own in ours)
             reason = "" if worst < PEERS_LIMIT else f"its result is off by {worst:.2g} of the largest element"
         except Exception as error:  # another project's package: whatever it raises is reported
-            reason = _said(error)
+            reason = _message(error)
     reasons = [one for one in ranks.everywhere(reason) if one]
     if reasons:
         absent["ring-flash-attn"] = reasons[0]
@@ -77,12 +77,12 @@ def _add_ring_flash(
 class AttentionCalls:
     """Forward and backward of the complete problem on every GPU, and of one shard on each."""
 
-    def __init__(self, part: AttentionPart, ranks: Ranks) -> None:
+    def __init__(self, work: AttentionWorkload, ranks: Ranks) -> None:
         self.ranks = ranks
         torch.manual_seed(0)
-        heads = (part.heads, part.heads_kv, part.heads_kv, part.heads)
+        heads = (work.heads, work.heads_kv, work.heads_kv, work.heads)
         whole = [
-            torch.randn(1, count, part.length, part.head_dim, device=ranks.device, dtype=_dtype(ranks))
+            torch.randn(1, count, work.length, work.head_dim, device=ranks.device, dtype=_dtype(ranks))
             for count in heads
         ]
         for tensor in whole:
@@ -126,7 +126,7 @@ class AttentionCalls:
                     found["torch"] = self._of_torch(stack)
                     del absent["torch"]
                 except Exception as error:  # an experimental part of torch: whatever it raises is reported
-                    absent["torch"] = _said(error)
+                    absent["torch"] = _message(error)
             elif self.ranks.is_gpu:
                 absent["torch"] = "its ring takes as many key heads as query heads"
             yield found, absent
@@ -159,13 +159,13 @@ class AttentionCalls:
 class RaggedCalls:
     """Like AttentionCalls, for a ragged batch, with the ring."""
 
-    def __init__(self, part: AttentionPart, ranks: Ranks) -> None:
+    def __init__(self, work: AttentionWorkload, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.ends, generator = part.ends(), torch.Generator(ranks.device).manual_seed(0)  # the same on every rank
-        heads = (part.heads, part.heads_kv, part.heads_kv, part.heads)
+        self.ends, generator = work.ends(), torch.Generator(ranks.device).manual_seed(0)  # the same on every rank
+        heads = (work.heads, work.heads_kv, work.heads_kv, work.heads)
         self.whole = [
             torch.randn(
-                (part.length, count, part.head_dim), device=ranks.device, dtype=_dtype(ranks), generator=generator
+                (work.length, count, work.head_dim), device=ranks.device, dtype=_dtype(ranks), generator=generator
             )
             for count in heads
         ]
@@ -236,29 +236,29 @@ def all_to_all_composition(
 class ExpertsCalls:
     """The layer with all experts on every GPU, with a share of them on each, and a rank's share without communication."""
 
-    def __init__(self, part: ExpertsPart, ranks: Ranks) -> None:
+    def __init__(self, work: ExpertsWorkload, ranks: Ranks) -> None:
         device, dtype = ranks.device, _dtype(ranks)
-        self.backward, self.ranks = part.backward, ranks
+        self.backward, self.ranks = work.backward, ranks
         generator = torch.Generator(device).manual_seed(1)  # the same on every rank
 
         def weight(rows: int, columns: int) -> Tensor:
-            size = (part.experts, rows, columns)
+            size = (work.experts, rows, columns)
             return torch.randn(size, device=device, dtype=dtype, generator=generator).mul_(columns**-0.5)
 
-        self.whole = weight(2 * part.inner, part.hidden), weight(part.hidden, part.inner)
+        self.whole = weight(2 * work.inner, work.hidden), weight(work.hidden, work.inner)
         torch.manual_seed(2 + ranks.rank)
-        self.x, self.upstream = torch.randn(2, part.tokens, part.hidden, device=device, dtype=dtype)
-        likely = -torch.arange(1, part.experts + 1, device=device).log() if part.skewed else torch.zeros(part.experts)
-        gumbel = -torch.empty(part.tokens, part.experts, device=device).exponential_().log()
-        self.weights, self.ids = flashmoe.topk_route(gumbel + likely.to(device), part.top_k)
-        share = part.experts // ranks.size
+        self.x, self.upstream = torch.randn(2, work.tokens, work.hidden, device=device, dtype=dtype)
+        likely = -torch.arange(1, work.experts + 1, device=device).log() if work.skewed else torch.zeros(work.experts)
+        gumbel = -torch.empty(work.tokens, work.experts, device=device).exponential_().log()
+        self.weights, self.ids = flashmoe.topk_route(gumbel + likely.to(device), work.top_k)
+        share = work.experts // ranks.size
         self.first = ranks.rank * share
         self.own = tuple(weight[self.first : self.first + share].clone() for weight in self.whole)
         self.layers = {
             "experts": ExpertParallel(dist.new_group()),
             "padded": ExpertParallel(dist.new_group(), padded=True),
         }
-        if part.codes:
+        if work.codes:
             self.layers |= {
                 f"{name}, {CODES}": ExpertParallel(dist.new_group(), padded=layer.padded, dispatch_dtype=E4M3)
                 for name, layer in list(self.layers.items())

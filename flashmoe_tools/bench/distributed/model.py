@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = context_parallel(problem, size, rates)
             row = f"{length:>9} {heads:>4}/{heads_kv:<2} {size:>5} {found.together:>9.2f} {found.exposed:>8.2f}"
             print(f"{row} {found.efficiency(size):>10.2f}")
-    print("expert parallel, Qwen3-30B's layer (H 2048, I 768, k 8), 16384 tokens a GPU, forward")
+    print("expert parallel, Qwen3-30B's layer (H 2048, I 768, k 8), 16384 tokens per GPU, forward")
     print(f"{'GPUs':>5} {'ms':>9} {'waiting':>8} {'of compute':>10}")
     for size in (2, 8, 64):
         found = expert_parallel(16384, 2048, 768, 8, size, rates)

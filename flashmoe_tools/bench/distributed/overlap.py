@@ -43,5 +43,5 @@ def measure_overlap(kernels: Iterable[tuple[str, float, float]]) -> Overlap:
     begun = min((begin for _, begin, _ in listed), default=0.0)
     ended = max((end for _, _, end in listed), default=0.0)
     lengths = (sum(end - begin for begin, end in spans) for spans in (computing, messages))
-    computed, told = lengths
-    return Overlap((ended - begun) / 1e3, computed / 1e3, told / 1e3, both / 1e3)
+    computed, sent = lengths
+    return Overlap((ended - begun) / 1e3, computed / 1e3, sent / 1e3, both / 1e3)

@@ -14,7 +14,7 @@ from flashmoe.errors import ArgumentError
 from flashmoe_tools.bench.distributed.contenders import CODES, AttentionCalls, ExpertsCalls, RaggedCalls, captured
 from flashmoe_tools.bench.distributed.measure import Ranks, counted, link_rates, median
 from flashmoe_tools.bench.distributed.model import Attention, Rates, context_parallel
-from flashmoe_tools.bench.distributed.parts import AttentionPart, ExpertsPart
+from flashmoe_tools.bench.distributed.workloads import AttentionWorkload, ExpertsWorkload
 from flashmoe_tools.bench.record import DATA_SCHEMA
 from flashmoe_tools.bench.suites import Suite
 from flashmoe_tools.report import Check, Report, Verdict, host_environment, utc_now
@@ -27,27 +27,27 @@ START = "torchrun --standalone --nproc-per-node 2 -m flashmoe bench --suite {nam
 
 
 def measure_distributed(
-    suite: Suite, wanted: str, command: tuple[str, ...], budget: float | None = None
+    suite: Suite, requested: str, command: tuple[str, ...], budget: float | None = None
 ) -> Report | None:
     """Measures the suite; returns the report on rank 0 and None on the others.
 
-    After ``budget`` seconds no further part is started. Raises ArgumentError if torchrun did not start this process.
+    After ``budget`` seconds no further workload is started. Raises ArgumentError if torchrun did not start this process.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        msg = f"suite {suite.name} runs as one process a GPU; start it with: {START.format(name=suite.name)}"
+        msg = f"suite {suite.name} runs as one process per GPU; start it with: {START.format(name=suite.name)}"
         raise ArgumentError(msg)
     if int(os.environ["WORLD_SIZE"]) < 2:
         msg = f"suite {suite.name} needs at least two ranks; start it with: {START.format(name=suite.name)}"
         raise ArgumentError(msg)
     local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    device = torch.device("cuda", local) if wanted == "cuda" else torch.device("cpu")
-    if wanted == "cuda":
+    device = torch.device("cuda", local) if requested == "cuda" else torch.device("cpu")
+    if requested == "cuda":
         if torch.cuda.device_count() <= local:
-            msg = f"rank {local} of this host has no GPU: there are {torch.cuda.device_count()}; start as many processes as GPUs"
+            msg = f"rank {local} has no GPU; this host has {torch.cuda.device_count()}; start one process per GPU"
             raise ArgumentError(msg)
         torch.cuda.set_device(device)
-    options: dict[str, Any] = {"device_id": device} if wanted == "cuda" else {}
-    dist.init_process_group("nccl" if wanted == "cuda" else "gloo", timeout=timedelta(minutes=5), **options)
+    options: dict[str, Any] = {"device_id": device} if requested == "cuda" else {}
+    dist.init_process_group("nccl" if requested == "cuda" else "gloo", timeout=timedelta(minutes=5), **options)
     try:
         return _measure(suite, Ranks(device), command, budget)
     finally:
@@ -58,16 +58,16 @@ def _measure(suite: Suite, ranks: Ranks, command: tuple[str, ...], budget: float
     started, clock = utc_now(), time.monotonic()
     links = link_rates(ranks)
     rows, checks = [], []
-    for part in suite.parts:
+    for work in suite.workloads:
         if budget is not None and max(ranks.everywhere(time.monotonic() - clock)) > budget:
-            checks.append(Check(part.key, Verdict.SKIP, f"not begun: {budget:g} s had passed"))
+            checks.append(Check(work.key, Verdict.SKIP, f"not begun: {budget:g} s had passed"))
             continue
         if ranks.rank == 0:
-            print(f"{part.key} ...", flush=True)
+            print(f"{work.key} ...", flush=True)
         row, found = (
-            _attention(part, ranks, suite.repeats, links)
-            if isinstance(part, AttentionPart)
-            else _experts(part, ranks, suite.repeats, links)
+            _attention(work, ranks, suite.repeats, links)
+            if isinstance(work, AttentionWorkload)
+            else _experts(work, ranks, suite.repeats, links)
         )
         rows.append(row)
         checks += found
@@ -88,29 +88,29 @@ def _measure(suite: Suite, ranks: Ranks, command: tuple[str, ...], budget: float
     return Report("bench-distributed", tuple(checks), data, environment, command, started, time.monotonic() - clock)
 
 
-def _right(part: AttentionPart | ExpertsPart, error: float, ranks: Ranks) -> Check:
+def _right(work: AttentionWorkload | ExpertsWorkload, error: float, ranks: Ranks) -> Check:
     limit = LIMIT[torch.bfloat16 if ranks.is_gpu else torch.float32]
     worst = max(ranks.everywhere(error))
     word = Verdict.PASS if worst <= limit else Verdict.FAIL
-    return Check(f"{part.key} result", word, f"{worst:.2g} of the largest element", f"at most {limit:g} from one GPU's")
+    return Check(f"{work.key} result", word, f"{worst:.2g} of the largest element", f"at most {limit:g} from one GPU's")
 
 
 def _attention(
-    part: AttentionPart, ranks: Ranks, repeats: int, links: dict[str, float]
+    work: AttentionWorkload, ranks: Ranks, repeats: int, links: dict[str, float]
 ) -> tuple[dict[str, Any], list[Check]]:
-    calls = RaggedCalls(part, ranks) if part.sequences else AttentionCalls(part, ranks)
-    checks = [_right(part, calls.error(), ranks)]
+    calls = RaggedCalls(work, ranks) if work.sequences else AttentionCalls(work, ranks)
+    checks = [_right(work, calls.error(), ranks)]
     with counted(ranks) as sent:
         calls.divided("ring")
     with calls.calls() as (timed, absent):
-        times = ranks.interleaved(timed, part.repeats or repeats)
+        times = ranks.interleaved(timed, work.repeats or repeats)
         medians = {name: median(samples) for name, samples in times.items()}
         sustained = ranks.sustained(timed, medians)
     element = 2 if ranks.is_gpu else 4
-    least = part.least_bytes(ranks.size, element)
+    least = work.min_bytes(ranks.size, element)
     overlaps = ranks.overlap(lambda: calls.divided("ring"))
     row = {
-        "key": part.key,
+        "key": work.key,
         "ms": medians,
         "samples": times,
         "sustained_ms": sustained,
@@ -123,10 +123,10 @@ def _attention(
     }
     linear, single = (_of_linear(found, ranks.size) for found in (sustained, medians))
     found = f"{linear:.3f} of linear, {single:.3f} for single calls"
-    word = Verdict.PASS if linear >= part.at_least else Verdict.WARN
-    checks.append(Check(f"{part.key} speed", word, found, f"at least {part.at_least:g}" if part.at_least else ""))
+    word = Verdict.PASS if linear >= work.at_least else Verdict.WARN
+    checks.append(Check(f"{work.key} speed", word, found, f"at least {work.at_least:g}" if work.at_least else ""))
     if ranks.is_gpu:
-        checks.append(_model(part, ranks, medians, links, row))
+        checks.append(_model(work, ranks, medians, links, row))
     return row, checks
 
 
@@ -134,39 +134,39 @@ def _of_linear(times: dict[str, float], size: int) -> float:
     return times["one"] / size / min(times[name] for name in ("ring", "all_gather") if name in times)
 
 
-def problem_of(part: AttentionPart) -> Attention:
-    """The part as the paper model describes it."""
-    squares = sum((b - a) ** 2 for a, b in pairwise(part.ends())) if part.sequences else 0
-    return Attention(part.length, part.heads, part.heads_kv, part.head_dim, squares)
+def problem_of(work: AttentionWorkload) -> Attention:
+    """The workload as the paper model describes it."""
+    squares = sum((b - a) ** 2 for a, b in pairwise(work.ends())) if work.sequences else 0
+    return Attention(work.length, work.heads, work.heads_kv, work.head_dim, squares)
 
 
 def _model(
-    part: AttentionPart, ranks: Ranks, medians: dict[str, float], links: dict[str, float], row: dict[str, Any]
+    work: AttentionWorkload, ranks: Ranks, medians: dict[str, float], links: dict[str, float], row: dict[str, Any]
 ) -> Check:
-    problem = problem_of(part)
+    problem = problem_of(work)
     rates = Rates(attention=problem.products() / medians["one"] / 1e9, link=links["message"])
     told = context_parallel(problem, ranks.size, rates).together
     row["model_ms"] = told
     off = told / medians["ring"] - 1
     word = Verdict.PASS if abs(off) <= MODEL else Verdict.WARN
-    return Check(f"{part.key} model", word, f"{told:.2f} ms, {off:+.1%}", f"within {MODEL:.0%} of the ring")
+    return Check(f"{work.key} model", word, f"{told:.2f} ms, {off:+.1%}", f"within {MODEL:.0%} of the ring")
 
 
 def _experts(
-    part: ExpertsPart, ranks: Ranks, repeats: int, links: dict[str, float]
+    work: ExpertsWorkload, ranks: Ranks, repeats: int, links: dict[str, float]
 ) -> tuple[dict[str, Any], list[Check]]:
-    calls = ExpertsCalls(part, ranks)
-    checks = [_right(part, calls.error(), ranks)]
+    calls = ExpertsCalls(work, ranks)
+    checks = [_right(work, calls.error(), ranks)]
     with counted(ranks) as sent:
         calls.divided("experts")
     timed = calls.calls()
     if ranks.is_gpu:
         padded = [name for name in timed if name.startswith("padded")]
         timed |= {f"{name}, graph": calls.graph(name) for name in padded}
-    times = ranks.interleaved(timed, part.repeats or 4 * repeats)
+    times = ranks.interleaved(timed, work.repeats or 4 * repeats)
     medians = {name: median(samples) for name, samples in times.items()}
-    ways = 4 if part.backward else 2  # there and back, and the same for gradients
-    least = ways * calls.rows_sent * part.hidden * calls.x.element_size()
+    ways = 4 if work.backward else 2  # there and back, and the same for gradients
+    least = ways * calls.rows_sent * work.hidden * calls.x.element_size()
     travel = max(ranks.everywhere(least)) / links["all_to_all"] / 1e6
     # Relative to the busiest rank's work; with two ranks and uniform routing that is about one GPU's time for its own
     # tokens.
@@ -176,7 +176,7 @@ def _experts(
         for found in (sustained, medians)
     )
     row = {
-        "key": part.key,
+        "key": work.key,
         "ms": medians,
         "samples": times,
         "sustained_ms": sustained,
@@ -186,24 +186,24 @@ def _experts(
         "bytes_least": least,
         "overlap": ranks.overlap(lambda: calls.divided("experts")),
     }
-    if not part.backward:
+    if not work.backward:
         row["exchanges"] = _exchanges(calls, ranks, repeats, links)
         of_bytes = {name: found["ms"] / found["bytes_ms"] for name, found in row["exchanges"].items()}
-        word = Verdict.PASS if not part.at_most or max(of_bytes.values()) <= EXCHANGES else Verdict.WARN
+        word = Verdict.PASS if not work.at_most or max(of_bytes.values()) <= EXCHANGES else Verdict.WARN
         told = ", ".join(f"{name} {share:.2f}" for name, share in of_bytes.items()) + " of the bytes' time"
-        checks.append(Check(f"{part.key} exchanges", word, told, f"at most {EXCHANGES:g}" if part.at_most else ""))
-    if part.codes:
+        checks.append(Check(f"{work.key} exchanges", word, told, f"at most {EXCHANGES:g}" if work.at_most else ""))
+    if work.codes:
         row["root_mean_squares"] = calls.root_mean_squares()
         worst = max(max(ranks.everywhere(off)) for name, off in row["root_mean_squares"].items() if CODES in name)
         word = Verdict.PASS if worst <= CODES_LIMIT else Verdict.FAIL
         checks.append(
-            Check(f"{part.key} e4m3", word, f"off by {worst:.2%}", f"at most {CODES_LIMIT:.0%} by root mean square")
+            Check(f"{work.key} e4m3", word, f"off by {worst:.2%}", f"at most {CODES_LIMIT:.0%} by root mean square")
         )
     ours = [name for name in of if name != "torch" and CODES not in name]
     best = min(ours, key=lambda name: of[name])
-    word = Verdict.PASS if not part.at_most or of[best] <= part.at_most else Verdict.WARN
+    word = Verdict.PASS if not work.at_most or of[best] <= work.at_most else Verdict.WARN
     found = f"{of[best]:.2f} ({best}: {sustained[best]:.3f} ms; experts {sustained['share']:.3f}, rows {travel:.3f}); single {single[best]:.2f}"
-    checks.append(Check(f"{part.key} speed", word, found, f"at most {part.at_most:g}" if part.at_most else ""))
+    checks.append(Check(f"{work.key} speed", word, found, f"at most {work.at_most:g}" if work.at_most else ""))
     return row, checks
 
 
@@ -230,7 +230,7 @@ def as_text(report: Report) -> str:
             f"  {name:<14} {value:10.3f} ms, sustained {row['sustained_ms'][name]:10.3f}  {_relative(row, name)}"
             for name, value in row["ms"].items()
         ]
-        lines.append(f"  sent {row['bytes_sent'] / 1e6:.1f} MB a rank, at least {row['bytes_least'] / 1e6:.1f}")
+        lines.append(f"  sent {row['bytes_sent'] / 1e6:.1f} MB per rank, at least {row['bytes_least'] / 1e6:.1f}")
         for rank, found in enumerate(row["overlap"]):
             share = f"messages {found['messages']:.2f} ms, {found['share']:.0%} of it hidden; computing {found['computing']:.2f}"
             lines.append(f"  rank {rank} profiled: {found['span']:.2f} ms, {share}")

@@ -34,7 +34,7 @@ def _first(seed: int, offset: int) -> Words:
     return philox4x32((offset & _WORD, offset >> 32 & _WORD, 0, 0), (seed & _WORD, seed >> 32 & _WORD))
 
 
-def keeps(seed: int, offset: int, least: int, sequence: int, head: int, row: int, key: int) -> bool:
+def is_kept(seed: int, offset: int, least: int, sequence: int, head: int, row: int, key: int) -> bool:
     """Whether a probability is kept: its eight random bits are not below its limit. ``least``: the threshold, in 2^-16."""
     row_slot, key_slot = row // 16 * 8 + row % 8, key // 32 * 4 + key % 8 // 2
     words = _draw(seed, offset, sequence, head, row_slot, key_slot)
@@ -54,7 +54,7 @@ def factors(seed: int, offset: int, p: float, sequence: int, heads: int, rows: i
     """What probabilities are multiplied by: [heads, rows, keys] in float64, 0 or 1 / (1 - p)."""
     least = threshold(p)
     kept = [
-        keeps(seed, offset, least, sequence, head, row, key)
+        is_kept(seed, offset, least, sequence, head, row, key)
         for head in range(heads)
         for row in range(rows)
         for key in range(keys)

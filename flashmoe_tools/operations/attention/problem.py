@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem
+from flashmoe_tools.operations import DTYPE_BYTES, ProblemBase
 from flashmoe_tools.operations.attention.grid import expand_row
 
 LSE_TOLERANCE = 2e-4
@@ -18,7 +18,7 @@ _KEY = re.compile(
 
 
 @dataclass(frozen=True)
-class AttentionProblem(RoomProblem):
+class AttentionProblem(ProblemBase):
     """q [batch, heads_q, seq_q, head_dim], k [batch, heads_kv, seq_k, head_dim], v [batch, heads_kv, seq_k, columns_v].
 
     A causal mask is bottom-right. ``layout`` is the order in memory; ``bshd`` is passed to the operator as a transposed

@@ -43,7 +43,7 @@ class Fp8Problem(AttentionProblem):
     def from_key(cls, key: str) -> Self:
         """The problem with this key, such as e4m3-bf16-d128-causal-b1-h64kv8-s4096 or the same plus -blocks128."""
         if not key.startswith(_PREFIX):
-            msg = f"{key!r} names no case of {cls.operation}; one is written as {cls.smallest().key}"
+            msg = f"{key!r} is not a case key of {cls.operation}; example: {cls.smallest().key}"
             raise ArgumentError(msg)
         wide, _, scales = key.removeprefix(_PREFIX).rpartition("-")
         if scales not in SCALES[1:]:

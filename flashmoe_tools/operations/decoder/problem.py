@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
+from flashmoe_tools.operations import DTYPE_BYTES, ProblemBase, fields
 
 _SIZES = ("layers", "width", "heads", "heads_kv", "head_dim", "ffn", "vocabulary", "batch", "keys", "rows")
 _KEY = re.compile(
@@ -18,7 +18,7 @@ _KEY = re.compile(
 
 
 @dataclass(frozen=True)
-class DecoderProblem(RoomProblem):
+class DecoderProblem(ProblemBase):
     """``rows`` new tokens for each of ``batch`` sequences, which then have ``keys`` keys; other sizes as in model.Shape."""
 
     operation: ClassVar[str] = "decoder"

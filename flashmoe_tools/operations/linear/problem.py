@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
+from flashmoe_tools.operations import DTYPE_BYTES, ProblemBase, fields
 
 _KEY = re.compile(r"linear-(?P<dtype>\w+)-n(?P<columns>\d+)k(?P<inner>\d+)-r(?P<rows>\d+)")
 _SIZES = ("columns", "inner", "rows")
 
 
 @dataclass(frozen=True)
-class LinearProblem(RoomProblem):
+class LinearProblem(ProblemBase):
     """x [rows, inner], weight [columns, inner], no bias."""
 
     operation: ClassVar[str] = "linear"

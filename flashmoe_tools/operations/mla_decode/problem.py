@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
+from flashmoe_tools.operations import DTYPE_BYTES, ProblemBase, fields
 
 HEAD_DIM, LATENT_DIM = 576, 512
 KEY_BYTES = 656  # of the 8-bit float cache
@@ -21,7 +21,7 @@ _KEY = re.compile(
 
 
 @dataclass(frozen=True)
-class MlaDecodeProblem(RoomProblem):
+class MlaDecodeProblem(ProblemBase):
     """``batch`` sequences of ``keys`` keys in pages in random order, with ``tokens`` query tokens each.
 
     The mask is bottom-right. ``cache``: the queries' dtype, or fp8 with 656 bytes per key. ``topk``: how many keys of

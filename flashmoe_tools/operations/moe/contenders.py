@@ -77,7 +77,7 @@ def _prepared(make_layer: Callable[[], Layer]) -> Callable[[Inputs], Prepared]:
     return prepare
 
 
-def in_turn(bind: Callable[[Any], Callable[[torch.Tensor], Any]]) -> Callable[[Any], Prepared]:
+def round_robin(bind: Callable[[Any], Callable[[torch.Tensor], Any]]) -> Callable[[Any], Prepared]:
     """For inputs with several routings: each call uses the next one."""
 
     def prepare(inputs: Any) -> Prepared:

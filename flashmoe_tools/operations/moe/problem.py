@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
+from flashmoe_tools.operations import DTYPE_BYTES, ProblemBase, fields
 
 ROUTINGS = ("uniform", "zipf", "hot")
 _KEY = re.compile(
@@ -19,7 +19,7 @@ _SIZES = ("experts", "top_k", "hidden", "intermediate", "tokens")
 
 
 @dataclass(frozen=True)
-class MoeProblem(RoomProblem):
+class MoeProblem(ProblemBase):
     """x [tokens, hidden], w13 [experts, 2 * intermediate, hidden], w2 [experts, hidden, intermediate], swiglu.
 
     ``routing``: uniform; zipf, expert e chosen as 1 / (e + 1); hot, every token to the same top_k experts.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashmoe_tools.bench.contenders import Contender, flashmoe_available, installed
-from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer, in_turn
+from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer, round_robin
 from flashmoe_tools.operations.moe_mxfp4.reference import ACTIVATION, LAYOUT, Mxfp4Inputs
 
 Call = Callable[[torch.Tensor], Any]
@@ -39,7 +39,7 @@ def _before_zeros(scales: torch.Tensor) -> torch.Tensor:
     return room[: dense.numel()].view(dense.shape).mT
 
 
-def _triton_kernels(inputs: Mxfp4Inputs) -> Call:
+def _triton(inputs: Mxfp4Inputs) -> Call:
     """Called like in vLLM, but without its sort (of logits, not ids), which is done once per routing."""
     ogs, tensor = import_module("triton_kernels.matmul_ogs"), import_module("triton_kernels.tensor")
     layout, swiglu = import_module("triton_kernels.tensor_details.layout"), import_module("triton_kernels.swiglu")
@@ -84,8 +84,8 @@ def contenders() -> tuple[Contender, ...]:
     ours, packed = partial(_ours, weights="codes"), partial(_ours, weights="packed")
     in_sixteen_bits = partial(_ours, weights="dequantized")
     return (
-        Contender("flashmoe", "flashmoe", BOTH, flashmoe_available, in_turn(ours), ours=True),
-        Contender("flashmoe-packed", "flashmoe, packed", ("cuda",), flashmoe_available, in_turn(packed), ours=True),
-        Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, in_turn(in_sixteen_bits)),
-        Contender("triton-kernels", "triton_kernels", ("cuda",), installed("triton_kernels"), in_turn(_triton_kernels)),
+        Contender("flashmoe", "flashmoe", BOTH, flashmoe_available, round_robin(ours), ours=True),
+        Contender("flashmoe-packed", "flashmoe, packed", ("cuda",), flashmoe_available, round_robin(packed), ours=True),
+        Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, round_robin(in_sixteen_bits)),
+        Contender("triton-kernels", "triton_kernels", ("cuda",), installed("triton_kernels"), round_robin(_triton)),
     )

@@ -13,7 +13,7 @@ import torch
 
 from flashmoe_tools.bench.contenders import Contender, always, flashmoe_available, installed
 from flashmoe_tools.operations.moe import vllm
-from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer, grouped, in_turn
+from flashmoe_tools.operations.moe.contenders import BOTH, flashmoe_layer, grouped, round_robin
 from flashmoe_tools.operations.moe_scaled import peers
 from flashmoe_tools.operations.moe_scaled.reference import ScaledInputs, SixteenBits, dequantize
 
@@ -46,9 +46,9 @@ def has_kernels(device: str) -> str:
 
 def contenders() -> tuple[Contender, ...]:
     return (
-        Contender("flashmoe", "flashmoe", BOTH, has_kernels, in_turn(_ours), ours=True),
-        Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, in_turn(_ours_in_sixteen_bits)),
-        Contender("torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, in_turn(_torch)),
+        Contender("flashmoe", "flashmoe", BOTH, has_kernels, round_robin(_ours), ours=True),
+        Contender("flashmoe-bf16", "flashmoe, bf16", BOTH, flashmoe_available, round_robin(_ours_in_sixteen_bits)),
+        Contender("torch-grouped", "torch: dequantise, grouped_mm", BOTH, always, round_robin(_torch)),
         Contender("deepgemm", "DeepGEMM's products alone", ("cuda",), installed("deep_gemm"), peers.deep_gemm),
         Contender("vllm", "vLLM's Triton products alone", ("cuda",), installed(vllm.MODULE), peers.vllm_triton),
     )

@@ -44,7 +44,7 @@ class MoeScaledProblem(MoeProblem):
     def from_key(cls, key: str) -> Self:
         """The problem with this key, such as e4m3-e128k8-h2048i768-t512."""
         if not key.startswith(f"{cls.weight_dtype}-"):
-            msg = f"{key!r} names no case of {cls.operation}; one is written as {cls.smallest().key}"
+            msg = f"{key!r} is not a case key of {cls.operation}; example: {cls.smallest().key}"
             raise ArgumentError(msg)
         return cls._of(MoeProblem.from_key(key.replace(cls.weight_dtype, "bf16", 1)))
 

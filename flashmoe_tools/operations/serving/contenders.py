@@ -16,7 +16,7 @@ FLASH_ATTN_3 = "flash_attn_interface"
 FAULTY_PLANS = 128  # with at least this many sequences vLLM 0.33's build reads out of bounds
 
 
-def _band(inputs: Inputs) -> dict[str, Any]:
+def _score_options(inputs: Inputs) -> dict[str, Any]:
     """The case's score options as arguments of our functions."""
     problem = inputs.problem
     window = (problem.window - 1, 0) if problem.window else None
@@ -47,11 +47,11 @@ def _flashmoe(inputs: Inputs, **options: Any) -> Prepared:
     if inputs.mask is not None:
         return _dense(inputs)
     if problem.page_size and _has_equal_rows(inputs):
-        q, band = _dense_queries(inputs), _band(inputs)
+        q, scores = _dense_queries(inputs), _score_options(inputs)
         k, v = inputs.codes or (inputs.k, inputs.v)
         if inputs.codes is not None:
             scale = torch.full((problem.heads_kv,), CODE_SCALE, device=q.device)
-            band |= {"k_scale": scale, "v_scale": scale}
+            scores |= {"k_scale": scale, "v_scale": scale}
 
         def decode() -> torch.Tensor:
             out: torch.Tensor = flashmoe.attention_with_kvcache(
@@ -61,7 +61,7 @@ def _flashmoe(inputs: Inputs, **options: Any) -> Prepared:
                 cache_seqlens=inputs.seqused_k,
                 block_table=inputs.block_table,
                 scale=inputs.scale,
-                **band,
+                **scores,
                 **options,
             )
             return out
@@ -91,14 +91,14 @@ def _flashmoe_ragged(inputs: Inputs) -> Prepared:
     keys = {"seqused_k": inputs.seqused_k, "block_table": inputs.block_table} if is_paged else {}
     cu_seqlens_k = None if is_paged else inputs.cu_seqlens_k
     longest = (max(problem.lengths_q), max(problem.lengths_k))
-    band = _band(inputs)
+    scores = _score_options(inputs)
 
     def both(*, return_lse: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         return flashmoe.attention_varlen(  # type: ignore[call-overload,no-any-return]
             *(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, cu_seqlens_k, *longest),
             scale=inputs.scale,
             return_lse=return_lse,
-            **band,
+            **scores,
             **keys,
         )
 
@@ -109,7 +109,7 @@ def _dense_caches(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     """The same keys in dense caches [B, Hkv, Sk, D], as torch's attention and our dense kernels need them."""
     problem = inputs.problem
     if problem.spread != "equal":
-        msg = f"{problem.key}: the sequences differ in length or share pages, which a dense call cannot say"
+        msg = f"{problem.key}: the sequences differ in length or share pages, which a dense call does not support"
         raise ArgumentError(msg)
 
     def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _dense(inputs: Inputs) -> Prepared:
     import flashmoe
 
     q, (k, v) = _dense_queries(inputs), _dense_caches(inputs)
-    options = {**_band(inputs), "attn_mask": inputs.mask, "scale": inputs.scale}
+    options = {**_score_options(inputs), "attn_mask": inputs.mask, "scale": inputs.scale}
     return Prepared(lambda: flashmoe.attention(q, k, v, **options))
 
 
@@ -147,7 +147,7 @@ def _sdpa(inputs: Inputs) -> Prepared:
     problem = inputs.problem
     q, (k, v) = _dense_queries(inputs), _dense_caches(inputs)
     if problem != replace(problem.plain, mask=problem.mask, dropout=problem.dropout):
-        msg = f"{problem.describe_scores()[2:]}: torch's backends take a mask and dropout alone"
+        msg = f"{problem.describe_scores()[2:]}: torch's backends support only a mask and dropout"
         raise ArgumentError(msg)
     mask = inputs.mask
     is_causal = problem.causal and problem.seq_q > 1

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
+from flashmoe_tools.operations import DTYPE_BYTES, ProblemBase, fields
 
 SHORT = {"one": 512, "one34": 34}  # length of the other sequences if one is long
 SPREADS = ("equal", "shared", "ramp", "mixed", *SHORT)
@@ -42,7 +42,7 @@ _KEY = re.compile(
 
 
 @dataclass(frozen=True)
-class ServingProblem(RoomProblem):
+class ServingProblem(ProblemBase):
     """``batch`` sequences of up to seq_q queries and seq_k keys; if seq_q = seq_k, each has the same number of both.
 
     ``page_size``: keys are in pages in random order; 0: ragged, one sequence after the other. ``spread``: all sequences

@@ -26,13 +26,13 @@ def _recorded(prepare: Callable[[Inputs], Prepared], *, both: bool) -> Callable[
             out = (
                 prepared.call()
             )  # kept with both too: autograd state of the leaves belongs to this stream while it lives
-        asked = leaves if prepared.own is None else leaves[:3]  # without sinks or a mask
+        needed = leaves if prepared.own is None else leaves[:3]  # without sinks or a mask
         dout = inputs.dout
         if out.dim() == 4:  # [B, Hq, Sq, D] from a dense call
             dout = dout.view(inputs.problem.batch, -1, *dout.shape[1:]).transpose(1, 2)
 
         def call() -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(prepared.call() if both else out, asked, dout, retain_graph=not both)
+            return torch.autograd.grad(prepared.call() if both else out, needed, dout, retain_graph=not both)
 
         if prepared.own is not None and prepared.own.keep is not None:
             return Prepared(call, own=replace(inputs, keep=prepared.own.keep))

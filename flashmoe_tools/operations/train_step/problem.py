@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from flashmoe_tools.operations import DTYPE_BYTES, RoomProblem, fields
+from flashmoe_tools.operations import DTYPE_BYTES, ProblemBase, fields
 
 _SIZES = ("layers", "width", "heads", "heads_kv", "ffn", "vocabulary", "batch", "seq")
 
@@ -19,7 +19,7 @@ _KEY = re.compile(
 
 
 @dataclass(frozen=True)
-class TrainStepProblem(RoomProblem):
+class TrainStepProblem(ProblemBase):
     """A Llama-shaped decoder: RMSNorm, rotary positions, causal grouped-query attention, SwiGLU; needs no other library.
 
     ``width`` is heads * head_dim, ``ffn`` the inner width of SwiGLU; ``batch`` sequences of ``seq`` tokens.

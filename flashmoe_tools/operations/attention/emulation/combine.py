@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from flashmoe_build.emulation.compare import DTYPES, UNIT_ROUNDOFF
-from flashmoe_build.emulation.runner import Launch, Runner, Trial, in_front, output
+from flashmoe_build.emulation.runner import Launch, Runner, Trial, output, preceding
 from flashmoe_tools.operations.attention.emulation.forward import NAN, huge_problem, huge_sizes, merge
 from flashmoe_tools.operations.attention.emulation.problem import Layout, Problem, Reference, Shape, Values, custom
 from flashmoe_tools.tables import Unit
@@ -60,18 +60,18 @@ def trial(unit: Unit, problem: Problem) -> Trial:
             **huge_sizes(problem),
             "out": output(out, end=rows * s.head_dim),
             "lse": output(lse, end=rows),
-            "out_partial": in_front(
+            "out_partial": preceding(
                 partial.flatten(1), row_stride=rows * s.head_dim, end=problem.splits * rows * s.head_dim
             ),
-            "lse_partial": in_front(lse_partial.flatten(1), row_stride=rows, end=problem.splits * rows),
+            "lse_partial": preceding(lse_partial.flatten(1), row_stride=rows, end=problem.splits * rows),
         }
     else:
         values = {
             **problem.sizes(),
             "out": problem.placed(out, is_output=True),
             "lse": output(lse) if problem.wants_lse else None,
-            "out_partial": in_front(partial),
-            "lse_partial": in_front(lse_partial),
+            "out_partial": preceding(partial),
+            "lse_partial": preceding(lse_partial),
             "num_splits": problem.splits,
         }
     blocks = math.ceil(rows / unit.row.block_m)

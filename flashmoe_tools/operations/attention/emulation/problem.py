@@ -140,7 +140,7 @@ class Problem:
 
 def _named(kind: type[_Kind], text: str) -> _Kind:
     if text not in [one.value for one in kind]:
-        msg = f"{text!r} is none of the {kind.__name__.lower()}: {', '.join(one.value for one in kind)}"
+        msg = f"{text!r} is not a known {kind.__name__.lower()}: {', '.join(one.value for one in kind)}"
         raise ArgumentError(msg)
     return kind(text)
 

@@ -179,7 +179,7 @@ def trial(unit: Unit, problem: Problem) -> Trial:
         if is_fused:
             found["dq"] = problem.scale * rows_of_partials(problem, partials)
             if not partials.ranks.eq(tiles_of_rows(problem)).all():
-                wrong.append("not every tile that the rows of a partial see has added to it")
+                wrong.append("some tile that the rows of a partial see has not added to it")
         for name, tensor in found.items():
             wrong += worst_element(name, tensor, *expected[name])
         error = 1e-5 * dout.double().abs().mul(out.double().abs()).sum(-1) + 1e-6

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, in_front
+from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, preceding
 from flashmoe_tools.operations.mla_decode.emulation.plan import Segment
 from flashmoe_tools.operations.mla_decode.emulation.problem import (
     LOG2E,
@@ -88,7 +88,7 @@ def trial(unit: Unit, p: MlaProblem) -> Trial:
     values |= {
         name: Buffer(getattr(tensors, name), writable=True) for name in ("out", "lse") if values[name] is not None
     }
-    values |= {name: in_front(tensor) for name, tensor in partial.items()}
+    values |= {name: preceding(tensor) for name, tensor in partial.items()}
     sums = unit.row.block_m // p.warps_per_sum
     blocks = min(len(p.keys), p.parts) * min(BLOCKS_HELD, -(-p.rows // 8 * COLUMN_UNITS // (sums * p.sum_pieces)))
     return Trial([Launch(values, blocks)], tensors.disagreements, {"out": tensors.out, "lse": tensors.lse})

@@ -69,7 +69,7 @@ def _sparse(unit: Unit, base: MlaProblem) -> Iterator[MlaProblem]:
     yield replace(base, name="many", keys=tuple(index % 3 for index in range(37)), heads=2, parts=5, topk=n + 1)
 
 
-def put_together(tensors: Tensors, found: list[Segment], partial: dict[str, torch.Tensor]) -> None:
+def combine(tensors: Tensors, found: list[Segment], partial: dict[str, torch.Tensor]) -> None:
     """Combines the partial results of split sequences into their output."""
     p = tensors.problem
     for sequence in {segment.sequence for segment in found if not segment.is_whole}:
@@ -102,7 +102,7 @@ def trial_on(unit: Unit, tensors: Tensors) -> Trial:
     values = values_of(tensors, row.block_m, row.block_n, partial)
 
     def check() -> list[str]:
-        put_together(tensors, found, partial)
+        combine(tensors, found, partial)
         return tensors.disagreements()
 
     blocks = values["num_sm_parts"] * values["row_tiles"]

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from flashmoe_build.emulation.compare import DTYPES, UNIT_ROUNDOFF, worst_element
-from flashmoe_build.emulation.runner import NamedProblem, in_front, output
+from flashmoe_build.emulation.runner import NamedProblem, output, preceding
 from flashmoe_tools.operations.attention.emulation.problem import lse_bound
 from flashmoe_tools.operations.mla_decode.codes import NAN_CODE, SCALE_COLUMNS, SCALES, dequantize, make_coded
 from flashmoe_tools.operations.mla_decode.emulation.plan import LANES, Segment, segments
 from flashmoe_tools.operations.mla_decode.problem import HEAD_DIM, KEY_BYTES, LATENT_DIM
 from flashmoe_tools.operations.mla_decode.reference import attend
+from flashmoe_tools.operations.serving.emulation.reference import EXPONENT_UNIT
+from flashmoe_tools.operations.serving.emulation.tensors import GARBAGE_PAGE
 
 NAN = float("nan")
-GARBAGE_PAGE = 10**6  # fills the block table after a sequence's own pages
 LOG2E = math.log2(math.e)
-EXPONENT_UNIT = 4e-7  # error of an exponent per unit of a score in fp32
 
 
 @dataclass(frozen=True)
@@ -177,13 +177,13 @@ def values_of(tensors: Tensors, block_m: int, block_n: int, partial: dict[str, t
     p, cache, indices = tensors.problem, tensors.cache, tensors.indices
     table = tensors.table if indices is None else None
     return {
-        "q": in_front(tensors.q),
-        "cache": in_front(cache),
+        "q": preceding(tensors.q),
+        "cache": preceding(cache),
         "out": output(tensors.out),
         "lse": output(tensors.lse) if p.wants_lse else None,
-        "cache_seqlens": in_front(torch.tensor(p.keys, dtype=torch.int32)) if indices is None else None,
-        "indices": in_front(indices),
-        "block_table": in_front(table),
+        "cache_seqlens": preceding(torch.tensor(p.keys, dtype=torch.int32)) if indices is None else None,
+        "indices": preceding(indices),
+        "block_table": preceding(table),
         "block_table_stride": 0 if table is None else table.stride(0),
         "sinks": tensors.sinks,
         **{name: output(tensor) for name, tensor in partial.items()},

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flashmoe_build.emulation.compare import DTYPES, Expected, worst_element
-from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, in_front, output
+from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, output, preceding
 from flashmoe_tools.operations.moe.emulation.product import (
     DOT_COLUMNS,
     EARLY_SLOTS,
@@ -48,7 +48,7 @@ def mma_sync_problems(unit: Unit) -> Iterator[Product]:
     words = unit.row.words["weights"]
     pairs = "kn_pairs" if "kn_pairs" in words else "kn"
     for word in words:  # tails of all three sizes, an expert without rows, slots without an expert
-        tails = make((m + 1, 0, 3, m), n=wide, k=200, weights=word, unrouted=3, top_k=2, keeps=True, seed=len(word))
+        tails = make((m + 1, 0, 3, m), n=wide, k=200, weights=word, unrouted=3, top_k=2, saves=True, seed=len(word))
         yield replace(tails, is_interleaved=word != "kn", has_bias=not plain.is_backward)
     by_rows = make((5, 1), n=128 + 2 * step, k=40, weights="nk", gathers=False, activation="clamped_swiglu", scale=4.0)
     yield replace(by_rows, has_bias=not plain.is_backward)
@@ -57,10 +57,10 @@ def mma_sync_problems(unit: Unit) -> Iterator[Product]:
     yield make((0, 17 * m + 3, 1), n=wide, k=8, weights="nk", activation="geglu", has_counter=False)
     # Two experts per section of the tile table, most of them empty.
     many = (0,) * 3 + (1, 0, 2, 0) * 20
-    yield make(many, n=32, k=32, weights="kn", top_k=4, activation="reglu", keeps=True)
+    yield make(many, n=32, k=32, weights="kn", top_k=4, activation="reglu", saves=True)
     yield replace(plain, weights="nk", unrouted=6, top_k=2)
-    yield make((7, 9, 4), n=48, k=72, weights="nk", top_k=5, activation="geglu_tanh", has_nan=True, keeps=True)
-    far = make((11, 0, 10), n=48, k=64, weights=pairs, is_far=True, keeps=True)
+    yield make((7, 9, 4), n=48, k=72, weights="nk", top_k=5, activation="geglu_tanh", has_nan=True, saves=True)
+    far = make((11, 0, 10), n=48, k=64, weights=pairs, is_far=True, saves=True)
     yield replace(far, is_interleaved=pairs == "kn_pairs")
     yield replace(far, weights="nk", is_interleaved=True, seed=1)
 
@@ -72,7 +72,7 @@ def few_rows_problems(unit: Unit) -> Iterator[Product]:
     gated = row.operation == "grouped_gemm_gated_few_rows"
     edge = 16 if gated else 8  # half a fragment, if n may end there
     for index, weights in enumerate(row.words["weights"]):
-        in_turn = weights == "kn_pairs" or (gated and weights == "nk")
+        interleaved = weights == "kn_pairs" or (gated and weights == "nk")
         chosen: dict[str, Any] = {"weights": weights, "activation": "swiglu", "gathers": gated, "seed": index}
         chosen["is_interleaved"] = weights == "kn_pairs"
 
@@ -80,8 +80,8 @@ def few_rows_problems(unit: Unit) -> Iterator[Product]:
             return Product(row.operation, unit.dtype, counts, columns, k, **{**given, **more})
 
         # Tails of all three sizes, an expert without rows, slots without an expert.
-        tails = make((m + 1, 0, 3, m), n + edge, 200, unrouted=3, top_k=2, has_bias=True, keeps=gated)
-        yield replace(tails, is_interleaved=in_turn)
+        tails = make((m + 1, 0, 3, m), n + edge, 200, unrouted=3, top_k=2, has_bias=True, saves=gated)
+        yield replace(tails, is_interleaved=interleaved)
         clamped = make((5, 1), 2 * edge + 16, 40, activation="clamped_swiglu", has_bias=True, scale=4.0)
         yield replace(clamped, gathers=not gated)
         if not gated:
@@ -89,13 +89,13 @@ def few_rows_problems(unit: Unit) -> Iterator[Product]:
         if unit.dtype == "f16":  # the rest differs only in the products and the rounding
             continue
         # A hot expert, a ring that is reused, the static schedule. These three cover every number of row groups.
-        yield make((0, 4 * m - 3, 1), edge, ring + 72, activation="geglu", keeps=gated, has_counter=False)
+        yield make((0, 4 * m - 3, 1), edge, ring + 72, activation="geglu", saves=gated, has_counter=False)
         yield make((7, m // 2 + 5, 4), n - 16, 72, top_k=5, activation="geglu_tanh", has_nan=True)
-        yield make((6, 0, m // 4 + 5), n, 64, is_far=True, keeps=gated)
+        yield make((6, 0, m // 4 + 5), n, 64, is_far=True, saves=gated)
         if index == 0:
             # More experts than threads, most of them empty.
             counts = ((0,) * 5 + (1, 0, 2)) * 10 + (0,) * 620
-            yield make(counts, 32, 32, top_k=4, activation="reglu", is_interleaved=in_turn)
+            yield make(counts, 32, 32, top_k=4, activation="reglu", is_interleaved=interleaved)
             yield make((0, 0), 16, 8, unrouted=6, top_k=2)
 
 
@@ -174,14 +174,14 @@ def trial(unit: Unit, p: Product) -> Trial:
         return Buffer(tensor, row_stride=FAR if p.is_far else tensor.shape[-1] + PADDING, **options)
 
     # A gated product follows the sort; a plain one for few rows follows the product that writes a.
-    waits = in_front if p.is_gated or not is_few_rows else Buffer
+    waits = preceding if p.is_gated or not is_few_rows else Buffer
     written = rows(results["d"], writable=True, initialised=False, rows=None if p.is_gradient else range(p.rows))
     values: dict[str, Any] = {
         **p.sizes(),
         "a": rows(given.a, is_from_preceding_grid=is_few_rows and not p.is_gated),
         "d": written,
         "expert_offsets": waits(given.routing.offsets) if len(p.counts) > 1 or p.is_gradient else None,
-        "bias": None if not p.has_bias else given.bias if is_few_rows else in_front(given.bias),
+        "bias": None if not p.has_bias else given.bias if is_few_rows else preceding(given.bias),
         "tile_counter": counter() if p.has_counter else None,
     }
     if p.gathers:
@@ -196,8 +196,8 @@ def trial(unit: Unit, p: Product) -> Trial:
         values["b_expert_stride"] = values["b"].strides[-1] * size
     if p.is_backward:
         values |= {name: output(results[name]) for name in ("weighted_activation", "row_dots")}
-        values |= {"preactivation": in_front(given.z), "row_weights": in_front(given.row_weights)}
-    elif p.keeps and p.is_gated:
+        values |= {"preactivation": preceding(given.z), "row_weights": preceding(given.row_weights)}
+    elif p.saves and p.is_gated:
         values["preactivation"] = output(results["preactivation"])
     if is_few_rows:
         values["ids"] = given.ids if p.is_gated and p.slots <= EARLY_SLOTS else None

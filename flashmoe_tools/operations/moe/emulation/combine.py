@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashmoe_build.emulation.compare import DTYPES, UNIT_ROUNDOFF, UNTOUCHED, touched, worst_element
-from flashmoe_build.emulation.runner import Buffer, Launch, NamedProblem, Runner, Trial, in_front, output
+from flashmoe_build.emulation.runner import Buffer, Launch, NamedProblem, Runner, Trial, output, preceding
 from flashmoe_tools.operations.moe.emulation.routing import NAN, seeded
 from flashmoe_tools.tables import Unit
 
@@ -161,7 +161,7 @@ def combine_trial(unit: Unit, p: CombineProblem) -> Trial:
         end = of_each * tokens if is_huge else None
         if tensor is not None and (is_output or is_early):
             return output(tensor, end=end) if is_output else Buffer(tensor, end=end)
-        return in_front(tensor, end=end)
+        return preceding(tensor, end=end)
 
     values: dict[str, Any] = {
         "rows": last(inputs.rows, p.top_k * p.columns),
@@ -175,12 +175,12 @@ def combine_trial(unit: Unit, p: CombineProblem) -> Trial:
     }
     if is_backward:
         dot_tiles = inputs.row_dots.shape[0]
-        values["row_dots"] = in_front(inputs.row_dots, row_stride=tokens * p.top_k, end=dot_tiles * tokens * p.top_k)
+        values["row_dots"] = preceding(inputs.row_dots, row_stride=tokens * p.top_k, end=dot_tiles * tokens * p.top_k)
         values["dot_tiles"] = dot_tiles
         values["dweights"] = last(dweights, p.top_k, is_output=True) if p.wants_dweights else None
         if inputs.bias is not None:
             offsets = inputs.expert_offsets + first * (inputs.expert_offsets > 0)
-            values |= {"bias": in_front(inputs.bias), "expert_offsets": in_front(offsets.int())}
+            values |= {"bias": preceding(inputs.bias), "expert_offsets": preceding(offsets.int())}
             values["dout"] = last(inputs.dout, p.columns)
     else:
         values |= {
@@ -232,9 +232,9 @@ def gather_trial(unit: Unit, p: GatherProblem) -> Trial:
     slot_rows[chosen] = torch.arange(p.count, dtype=torch.int32) + p.first_row
     rows = torch.full((slots, p.columns), UNTOUCHED, dtype=a.dtype)
     values = {
-        "a": in_front(a),
+        "a": preceding(a),
         "rows": output(rows, end=(p.first_row + slots) * p.columns if p.first_row else None),
-        "slot_rows": in_front(slot_rows),
+        "slot_rows": preceding(slot_rows),
         **{name: getattr(p, name) for name in ("tokens", "top_k", "columns")},
     }
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from flashmoe_build.emulation.compare import DTYPES, UNTOUCHED, touched, worst_element
-from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, in_front, output
+from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, output, preceding
 from flashmoe_tools.operations.moe.emulation.product import Product, Routing, forward_results, route, sums_of_rows
 from flashmoe_tools.tables import Unit
 
@@ -41,13 +41,13 @@ def problems(unit: Unit) -> Iterator[Product]:
         yield make((5, 2048 + 70), n + 8, 8, "nk", 7, top_k=1)  # more than one group of row tiles
         return
     n //= 2
-    yield make((m + 2, 0, 3), n + 72, 136, "nk", 11, activation="swiglu", keeps=True, has_nan=True, unrouted=5)
+    yield make((m + 2, 0, 3), n + 72, 136, "nk", 11, activation="swiglu", saves=True, has_nan=True, unrouted=5)
     both = {"is_interleaved": True, "keeps": True, "has_bias": True}  # gate and up interleaved
     yield make((0, 2 * m - 30, 40), n + 24, 72, "nk", 12, activation="clamped_swiglu", has_nan=True, **both)
-    yield make((m, 64), n, 64, "kn", 13, activation="geglu", keeps=True, has_bias=True, top_k=1)
+    yield make((m, 64), n, 64, "kn", 13, activation="geglu", saves=True, has_bias=True, top_k=1)
     yield make((70, m + 1), n + 40, 80, "kn_pairs", 14, activation="geglu_tanh", **both)
     yield make((3 * m + 66, 0), n + 8, 200, "nk", 15, activation="reglu", has_counter=False, top_k=3, unrouted=7)
-    yield make((0, 0), 40, 16, "nk", 16, activation="swiglu", unrouted=4, keeps=True)
+    yield make((0, 0), 40, 16, "nk", 16, activation="swiglu", unrouted=4, saves=True)
     some = tuple(3 if expert in (1, 31, 40, 95) else 0 for expert in range(97))
     yield make(some, 16, 8, "kn_pairs", 17, is_interleaved=True, activation="swiglu", has_nan=True)
 
@@ -88,14 +88,14 @@ def trial(unit: Unit, p: Product) -> Trial:
     kept = torch.full((p.slots, p.n), UNTOUCHED, dtype=dtype)
     values = {
         **p.sizes(),
-        "a": in_front(inputs.a),
+        "a": preceding(inputs.a),
         "b": inputs.weights,
         "b_expert_stride": inputs.weights.stride(0),
         "d": output(out),
         "bias": inputs.bias,
-        "preactivation": output(kept) if p.keeps else None,
-        "expert_offsets": in_front(inputs.routing.offsets) if len(p.counts) > 1 else None,
-        "a_slots": in_front(inputs.routing.row_slots) if p.gathers else None,
+        "preactivation": output(kept) if p.saves else None,
+        "expert_offsets": preceding(inputs.routing.offsets) if len(p.counts) > 1 else None,
+        "a_slots": preceding(inputs.routing.row_slots) if p.gathers else None,
         "tile_counter": counter() if p.has_counter else None,
     }
 

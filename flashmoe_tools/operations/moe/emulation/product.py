@@ -30,7 +30,7 @@ class Product:
     weights: str = ""  # a word of the axis; "": the operation has no such axis
     activation: str = ""
     is_interleaved: bool = False
-    keeps: bool = False  # gated: store the preactivation
+    saves: bool = False  # gated: store the preactivation
     has_bias: bool = False
     gathers: bool = False  # a (weight gradient: b) is indexed by slots; False: by rows
     top_k: int = 1
@@ -44,11 +44,11 @@ class Product:
     @property
     def name(self) -> str:
         rows = ".".join(map(str, self.counts)) if len(self.counts) < 9 else f"{self.rows}of{len(self.counts)}"
-        flags = ("is_interleaved", "keeps", "has_bias", "gathers", "has_nan", "is_far")
-        told = (flag.removeprefix("is_").removeprefix("has_") for flag in flags if getattr(self, flag))
+        flags = ("is_interleaved", "saves", "has_bias", "gathers", "has_nan", "is_far")
+        labels = (flag.removeprefix("is_").removeprefix("has_") for flag in flags if getattr(self, flag))
         counter = "" if self.has_counter else "nocounter"
         return "-".join(
-            filter(None, (self.weights, f"r{rows}", f"n{self.n}", f"k{self.k}", self.activation, *told, counter))
+            filter(None, (self.weights, f"r{rows}", f"n{self.n}", f"k{self.k}", self.activation, *labels, counter))
         )
 
     @property
@@ -203,7 +203,7 @@ def forward_results(p: Product, sums: Sums) -> Expected:
     if not p.is_gated:
         return {"d": rounded(p, sums)}
     results = {"d": rounded(p, activated(p, sums))}
-    return {**results, "preactivation": rounded(p, sums)} if p.keeps else results
+    return {**results, "preactivation": rounded(p, sums)} if p.saves else results
 
 
 def gated_backward_results(p: Product, sums: Sums, z: torch.Tensor, row_weights: torch.Tensor) -> Expected:

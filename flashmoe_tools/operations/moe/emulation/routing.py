@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 
 from flashmoe_build.emulation.compare import different, worst_element
-from flashmoe_build.emulation.runner import Buffer, Launch, NamedProblem, Runner, Trial, in_front, output
+from flashmoe_build.emulation.runner import Buffer, Launch, NamedProblem, Runner, Trial, output, preceding
 from flashmoe_tools.tables import Unit
 
 # enum class Scalar and enum class Scoring in csrc/moe/params/routing.h.
@@ -126,8 +126,8 @@ def route_trial(unit: Unit, p: RouteProblem) -> Trial:
     ids = torch.full((p.tokens, p.top_k), -7, dtype=torch.int32)
     counts = torch.zeros(p.experts, dtype=torch.int32)
     values = {
-        "logits": in_front(logits, end=end and end * logits.shape[1]),
-        "bias": in_front(bias),
+        "logits": preceding(logits, end=end and end * logits.shape[1]),
+        "bias": preceding(bias),
         "weights": output(weights, end=end and end * p.top_k),
         "ids": output(ids, end=end and end * p.top_k),
         "counts": Buffer(counts, writable=True),
@@ -234,9 +234,9 @@ def sort_trial(_: Unit, p: SortProblem) -> Trial:
     expected = sort(inputs, p.experts)
     results = {name: torch.full_like(tensor, -77) for name, tensor in expected.items()}
     values = {
-        "ids": in_front(inputs.ids),
-        "topk_weights": in_front(inputs.weights),
-        "expert_map": in_front(inputs.expert_map),
+        "ids": preceding(inputs.ids),
+        "topk_weights": preceding(inputs.weights),
+        "expert_map": preceding(inputs.expert_map),
         **{name: output(tensor) if tensor.numel() else None for name, tensor in results.items()},
         "ids_dtype": SCALARS[inputs.ids.dtype],
         "weights_dtype": SCALARS[inputs.weights.dtype],
@@ -252,7 +252,7 @@ def sort_trial(_: Unit, p: SortProblem) -> Trial:
         ranks = Buffer(results["slot_rows"], writable=True, is_from_preceding_grid=True, name="ranks")
         launches = [
             Launch({**values, "block_counts": output(counts)}, p.blocks, ("count",)),
-            Launch({**values, **early, "block_counts": in_front(counts), "slot_rows": ranks}, p.blocks, ("place",)),
+            Launch({**values, **early, "block_counts": preceding(counts), "slot_rows": ranks}, p.blocks, ("place",)),
         ]
 
     def check() -> list[str]:

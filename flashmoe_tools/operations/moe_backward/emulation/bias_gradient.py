@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flashmoe_build.emulation.compare import DTYPES, UNIT_ROUNDOFF, worst_element
-from flashmoe_build.emulation.runner import Launch, NamedProblem, Runner, Trial, in_front, output
+from flashmoe_build.emulation.runner import Launch, NamedProblem, Runner, Trial, output, preceding
 from flashmoe_tools.operations.moe.emulation.gemm import NAN
 from flashmoe_tools.tables import Unit
 
@@ -53,11 +53,11 @@ def trial(unit: Unit, p: BiasGradientProblem) -> Trial:
     a = a.to(dtype)
     d = torch.full((experts, p.columns), NAN, dtype=dtype)
     values = {
-        "a": in_front(a, end=p.huge_rows and p.huge_rows * a.shape[1]),
+        "a": preceding(a, end=p.huge_rows and p.huge_rows * a.shape[1]),
         "d": output(d),
-        "row_weights": in_front(weights),
-        "expert_offsets": in_front(torch.tensor([0, *p.counts]).cumsum(0).int()),
-        "a_slots": in_front(slots),
+        "row_weights": preceding(weights),
+        "expert_offsets": preceding(torch.tensor([0, *p.counts]).cumsum(0).int()),
+        "a_slots": preceding(slots),
         "experts": experts,
         "top_k": p.top_k,
         "columns": p.columns,

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from flashmoe_build.emulation.compare import DTYPES, UNTOUCHED, touched, worst_element
-from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, in_front, output
+from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, output, preceding
 from flashmoe_tools.operations.moe.emulation.gemm import NAN, PADDING
 from flashmoe_tools.operations.moe.emulation.product import (
     DOT_COLUMNS,
@@ -51,9 +51,9 @@ def weight_gradient_trial(unit: Unit, p: Product) -> Trial:
     out[..., : p.k] = NAN
     values = {
         **p.sizes(),
-        **{name: in_front(tensor) for name, tensor in given.items()},
+        **{name: preceding(tensor) for name, tensor in given.items()},
         "d": output(out),
-        "expert_offsets": in_front(routing.offsets),
+        "expert_offsets": preceding(routing.offsets),
         "tile_counter": counter() if p.has_counter else None,
     }
 
@@ -112,12 +112,12 @@ def gated_backward_trial(unit: Unit, p: Product) -> Trial:
     values = {
         **p.sizes(),
         **{name: output(tensor) for name, tensor in results.items()},
-        "a": in_front(dout),
+        "a": preceding(dout),
         "b": weights,
         "b_expert_stride": weights.stride(0),
-        "preactivation": in_front(z),
-        "row_weights": in_front(row_weights),
-        "expert_offsets": in_front(routing.offsets),
+        "preactivation": preceding(z),
+        "row_weights": preceding(row_weights),
+        "expert_offsets": preceding(routing.offsets),
         "tile_counter": counter() if p.has_counter else None,
     }
 

@@ -8,7 +8,7 @@ import torch
 from flashmoe.moe.options import Layout
 from flashmoe.moe.packed import pack_mxfp4
 from flashmoe_build.emulation.compare import UNTOUCHED, touched, worst_element
-from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, in_front, output
+from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, output, preceding
 from flashmoe_tools.operations.moe.emulation.product import (
     EARLY_SLOTS,
     Product,
@@ -141,7 +141,7 @@ def trial(unit: Unit, p: Mxfp4Product) -> Trial:
     offsets, ids = inputs.routing.offsets, inputs.routing.choices(p)
     product = {
         **p.sizes(),
-        "a": in_front(a),
+        "a": preceding(a),
         "b": codes,
         "d": output(out),
         "bias": inputs.bias,
@@ -149,8 +149,8 @@ def trial(unit: Unit, p: Mxfp4Product) -> Trial:
         "b_stride": codes.stride(1) // 2,  # in 16-bit elements, four codes each
         "b_expert_stride": codes.stride(0) // 2,
         "d_stride": out.stride(0),
-        "expert_offsets": in_front(offsets) if p.is_gated or not is_few_rows else offsets,
-        "a_slots": in_front(inputs.routing.row_slots) if p.is_gated else None,
+        "expert_offsets": preceding(offsets) if p.is_gated or not is_few_rows else offsets,
+        "a_slots": preceding(inputs.routing.row_slots) if p.is_gated else None,
         "ids": ids if p.is_gated and is_few_rows and p.slots <= EARLY_SLOTS else None,
         "id_bytes": ids.element_size(),
         "tile_counter": counter() if p.has_counter else None,

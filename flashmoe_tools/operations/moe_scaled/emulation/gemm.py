@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashmoe_build.emulation.compare import DTYPES, UNTOUCHED, touched, worst_element
-from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, in_front, output
+from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, output, preceding
 from flashmoe_tools.operations.moe.emulation.product import (
     EARLY_SLOTS,
     Product,
@@ -131,15 +131,15 @@ def trial(unit: Unit, p: Product) -> Trial:
     product = {
         **p.sizes(),
         "k": p.k // 2,
-        "a": in_front(a),
+        "a": preceding(a),
         "b": weights,
         "d": output(out),
         "a_stride": a.stride(0) // 2,
         "b_stride": weights.stride(1) // 2,
         "b_expert_stride": weights.stride(0) // 2,
         "d_stride": out.stride(0) // (2 if makes_e4m3 else 1),
-        "expert_offsets": offsets if is_early else in_front(offsets),
-        "a_slots": in_front(inputs.routing.row_slots) if p.is_gated else None,
+        "expert_offsets": offsets if is_early else preceding(offsets),
+        "a_slots": preceding(inputs.routing.row_slots) if p.is_gated else None,
         "ids": ids if p.is_gated and is_few_rows and p.slots <= EARLY_SLOTS else None,
         "id_bytes": ids.element_size(),
         "tile_counter": counter() if p.has_counter else None,
@@ -147,7 +147,7 @@ def trial(unit: Unit, p: Product) -> Trial:
     }
     values = {
         "gemm": product,
-        "a_scale": in_front(inputs.a.scales),
+        "a_scale": preceding(inputs.a.scales),
         "b_scale": inputs.weights.scales,
         "d_scale": output(out_scale) if makes_e4m3 else None,
         "overlaps_previous_grid": is_early,

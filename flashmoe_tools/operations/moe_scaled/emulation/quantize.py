@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from flashmoe_build.emulation.compare import UNTOUCHED, different, touched
-from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, in_front, output
+from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, output, preceding
 from flashmoe_tools.operations.dtypes import TORCH_DTYPES
 from flashmoe_tools.operations.moe_scaled.formats import BLOCK, quantize
 from flashmoe_tools.tables import Unit
@@ -42,7 +42,7 @@ def trial(unit: Unit, p: QuantizeProblem) -> Trial:
         "scales": torch.full((p.rows + 1, p.columns // BLOCK), UNTOUCHED),
     }
     values = {
-        "x": Buffer(x) if p.is_early else in_front(x),
+        "x": Buffer(x) if p.is_early else preceding(x),
         **{name: output(tensor) for name, tensor in results.items()},
         "rows": p.rows,
         "columns": p.columns,

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from flashmoe_build.emulation.compare import DTYPES, UNTOUCHED, touched, worst_element
-from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, in_front, output
+from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, output, preceding
 from flashmoe_tools.operations.moe.emulation.product import Product, rounded, route
 from flashmoe_tools.operations.moe_scaled import formats
 from flashmoe_tools.operations.moe_scaled.emulation.gemm import SUM_ROUNDOFF, Scaled
@@ -48,16 +48,16 @@ def trial(unit: Unit, p: Product) -> Trial:
     out[..., : p.k] = torch.nan
     product = {
         **p.sizes(),
-        "a": in_front(a.values),
-        "b": in_front(b.values),
+        "a": preceding(a.values),
+        "b": preceding(b.values),
         "d": output(out),
         "a_stride": count * BLOCK // 2,
         "b_stride": count * BLOCK // 2,
         "d_stride": out.stride(1),
-        "expert_offsets": in_front(routing.offsets),
+        "expert_offsets": preceding(routing.offsets),
         "tile_counter": counter() if p.has_counter else None,
     }
-    scales = {"a_scale": in_front(a.scales.mT.contiguous()), "b_scale": in_front(b.scales.mT.contiguous())}
+    scales = {"a_scale": preceding(a.scales.mT.contiguous()), "b_scale": preceding(b.scales.mT.contiguous())}
 
     def check() -> list[str]:
         value = torch.zeros((experts, p.n, p.k), dtype=torch.float64)

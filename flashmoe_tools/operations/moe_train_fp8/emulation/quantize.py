@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flashmoe_build.emulation.compare import DTYPES, UNTOUCHED, different, touched, worst_element
-from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, in_front, output
+from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, output, preceding
 from flashmoe_tools.operations.moe.emulation.product import ACTIVATIONS, Product, Sums, gated_backward_results, route
 from flashmoe_tools.operations.moe_scaled import formats
 from flashmoe_tools.operations.moe_scaled.formats import BLOCK, LARGEST
@@ -86,7 +86,7 @@ def _weights_trial(unit: Unit, p: TilesProblem) -> Trial:
     x = x.to(DTYPES[unit.dtype])
     results = _blank(_shapes(p, 0))
     values = {
-        "x": in_front(x),
+        "x": preceding(x),
         **{name: output(tensor) for name, tensor in results.items()},
         "experts": len(p.counts),
         "rows": p.counts[0],
@@ -117,14 +117,14 @@ def _rows_trial(unit: Unit, p: TilesProblem) -> Trial:
     x[sources.unique(), : p.columns] = chosen
     x = x.to(DTYPES[unit.dtype])
     values: dict[str, Any] = {
-        "x": in_front(x),
+        "x": preceding(x),
         **{name: output(tensor) for name, tensor in results.items()},
         "x_stride": x.stride(-2),
         "experts": len(p.counts),
         "top_k": p.top_k,
         "columns": p.columns,
-        "expert_offsets": in_front(routing.offsets),
-        "row_slots": in_front(routing.row_slots),
+        "expert_offsets": preceding(routing.offsets),
+        "row_slots": preceding(routing.row_slots),
         "transposed_stride": count * BLOCK,
     }
 
@@ -161,11 +161,11 @@ def tiles_trial(unit: Unit, p: TilesProblem) -> Trial:
 def gated_problems(unit: Unit) -> Iterator[Product]:
     """``n`` counts the columns of gate; ``keeps``: all results are requested."""
     base = Product(
-        "grouped_gemm_gated_backward", unit.dtype, (70, 0, 129, 1), 256, 0, activation="swiglu", keeps=True, unrouted=5
+        "grouped_gemm_gated_backward", unit.dtype, (70, 0, 129, 1), 256, 0, activation="swiglu", saves=True, unrouted=5
     )
     yield base
     for seed, activation in enumerate(ACTIVATIONS[1:], 1):
-        yield replace(base, counts=(0, 20 + seed), n=128, activation=activation, keeps=seed != 2, seed=seed)
+        yield replace(base, counts=(0, 20 + seed), n=128, activation=activation, saves=seed != 2, seed=seed)
 
 
 def _wrong_blocks(
@@ -214,12 +214,12 @@ def gated_trial(unit: Unit, p: Product) -> Trial:
         "activation_scales": (count, p.n // BLOCK),
         "row_dots": (p.n // BLOCK, slots),
     }
-    if not p.keeps:
+    if not p.saves:
         shapes = {name: shape for name, shape in shapes.items() if name in ("values", "scales")}
     results = _blank(shapes)
     values = {
         "preactivation": Buffer(z),
-        "s": in_front(s),
+        "s": preceding(s),
         "row_weights": Buffer(row_weights),
         "expert_offsets": routing.offsets,
         **{name: output(tensor) for name, tensor in results.items()},
@@ -237,14 +237,14 @@ def gated_trial(unit: Unit, p: Product) -> Trial:
         for own, at in padded.experts_of(routing.offsets):
             dz, active = (_of_rows(expected[name], own) for name in ("d", "weighted_activation"))
             wrong += _wrong_blocks("dz", dz, results["values"][own], results["scales"][own])
-            if not p.keeps:
+            if not p.saves:
                 continue
             place = padded.rows_of(at)
             scales = results["transposed_scales"][at].mT
             wrong += _wrong_blocks("transposed", _columns(dz), results["transposed"][:, place], scales)
             codes, scales = results["activation_transposed"][:, place], results["activation_scales"][at].mT
             wrong += _wrong_blocks("activation", _columns(active), codes, scales, BLOCK)
-        if p.keeps:
+        if p.saves:
             wrong += worst_element("row_dots", results["row_dots"][:, : p.rows], *expected["row_dots"])
             wrong += touched("row_dots", results["row_dots"][:, p.rows :])
         return wrong + touched("dz's rows", results["values"][p.rows :])

@@ -17,7 +17,7 @@ from flashmoe_tools.tables import Unit
 
 # The f16 kernel with the smallest head dim runs every problem; the others, which are the same source with other sizes
 # or conversions, run some.
-FEW = (
+REDUCED = (
     "ragged",
     "divided",
     "exact",
@@ -29,7 +29,7 @@ FEW = (
     "shared tiles",
     "lowest mask",
 )
-ONE = ("ragged",)
+MINIMAL = ("ragged",)
 SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest of a family, or one that no power of two divides
 MAX_SPLITS = 5
 SMALLEST = 64  # head dim
@@ -47,7 +47,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
                 yield problem
         return
     if unit.row.operation == MASK:
-        yield from streamed_masks(unit, FEW)
+        yield from streamed_masks(unit, REDUCED)
         return
     if adds_alibi(unit.row.options):
         yield from _with_alibi(_prefill(unit))
@@ -61,7 +61,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         is_wide = unit.row.axes["head_dim"] > 64
         is_short = unit.row.variant == "m64"
         if unit.dtype == "bf16" or is_wide or is_short:
-            names = ONE if unit.dtype == "bf16" and (is_wide or is_short) and not functions else FEW
+            names = MINIMAL if unit.dtype == "bf16" and (is_wide or is_short) and not functions else REDUCED
             if unit.row.family == "sm80" and unit.row.options.get("masked_loop"):
                 names = (*names, "wide window")  # complete tiles between others
             if unit.row.options.get("column_warps", 1) > 1:
@@ -158,7 +158,7 @@ def _prefill(unit: Unit) -> Iterator[VarlenProblem]:
     # Sequences without rows, without keys, with fewer keys than rows (rows that see none), one past a tile both ways.
     yield replace(_base(unit, "ragged", (m + 1, 0, 5, 9, 3), (2 * n + 1, n, 0, 4, 7)), right=0)
     # Part of a batch whose short sequences are processed by a decoding kernel.
-    yield replace(_base(unit, "divided", (m + 1, 5, 0, 17, 16, 1), (n + 9, n, 5, 20, 16, 3)), right=0, divided_at=16)
+    yield replace(_base(unit, "divided", (m + 1, 5, 0, 17, 16, 1), (n + 9, n, 5, 20, 16, 3)), right=0, max_decode=16)
     # No mask; fewer columns than the kernel's, another number for values; bounds that exceed the sequences.
     full = _base(unit, "full", (7, m, 0), (n + 3, 2 * n, 0))
     yield replace(full, heads_q=3, heads_kv=3, head_dim=narrow, head_dim_v=dim // 2 - 8, slack=70, wants_lse=False)
@@ -232,7 +232,7 @@ def _falling(unit: Unit) -> VarlenProblem:
     return replace(problem, softcap=60.0, magnitude=400.0, left=4, right=0)
 
 
-LEAST_SHARE = 256  # keys, kLeastShare
+MIN_SPLIT = 256  # keys, kLeastShare
 SCORES: tuple[dict[str, Any], ...] = (
     {"softcap": 7.0, "magnitude": 3.0},
     {"mask": MaskTensor.ADDITIVE, "mask_broadcast": (False, False, False)},
@@ -263,30 +263,30 @@ def _chunks(unit: Unit) -> Iterator[VarlenProblem]:
     yield ragged
     # Of three splits a sequence has own keys in all, one or none, and some rows see none of the last split.
     shares = replace(ragged, name="shares", heads_q=8, heads_kv=2, has_sinks=True, splits=3)
-    yield replace(shares, rows=(positions + 3, 3, 0, 2), keys=(3 * LEAST_SHARE + n + 9, 2 * LEAST_SHARE - 5, 5, 1))
+    yield replace(shares, rows=(positions + 3, 3, 0, 2), keys=(3 * MIN_SPLIT + n + 9, 2 * MIN_SPLIT - 5, 5, 1))
     # Group sizes that are no power of two; pages.
     paged = replace(ragged, name="group of seven", heads_q=7, keys_layout=Keys.PAGED, page_size=16, slack=9)
-    yield replace(paged, rows=(positions // 2 + 1, 3), keys=(2 * LEAST_SHARE + 5, 17), has_sinks=True, splits=2)
+    yield replace(paged, rows=(positions // 2 + 1, 3), keys=(2 * MIN_SPLIT + 5, 17), has_sinks=True, splits=2)
     yield replace(paged, name="group of forty", heads_q=40, rows=(3, 1), keys=(n + 5, 9), page_size=8, right=UNBOUNDED)
     # The window's left end inside a tile; the splits divide what the tile sees.
-    window = replace(shares, name="window", heads_q=6, left=2 * LEAST_SHARE, right=3)
-    yield replace(window, rows=(positions + 5, 4), keys=(3 * LEAST_SHARE, n + 9))
+    window = replace(shares, name="window", heads_q=6, left=2 * MIN_SPLIT, right=3)
+    yield replace(window, rows=(positions + 5, 4), keys=(3 * MIN_SPLIT, n + 9))
     # Bit for bit, unsplit: rows of a tile that see blocks that their neighbours do not.
     yield replace(
         ragged, name="exact", rows=(positions, 5), keys=(positions + 2 * n + 21, n + 3), has_sinks=True, is_exact=True
     )
     # No group; fewer columns than the kernel's, another number for values; bounds that exceed the sequences.
-    full = _base(unit, "full", (7, unit.row.block_m, 0), (2 * LEAST_SHARE + 3, 2 * n, 0))
+    full = _base(unit, "full", (7, unit.row.block_m, 0), (2 * MIN_SPLIT + 3, 2 * n, 0))
     full = replace(full, heads_q=2, heads_kv=2, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, slack=70, splits=2)
     yield replace(full, wants_lse=False)
     # Dense rows and keys with unused room at the end; more tiles than blocks, and no counter.
-    dense = _base(unit, "dense", (positions + 3,) * 3, (n, 2 * LEAST_SHARE + 1, 0))
+    dense = _base(unit, "dense", (positions + 3,) * 3, (n, 2 * MIN_SPLIT + 1, 0))
     dense = replace(dense, heads_q=4, rows_layout=Rows.DENSE, keys_layout=Keys.DENSE, spare_keys=n // 2 + 1)
     yield replace(dense, has_counter=False, right=0)
     yield replace(dense, name="dense, shares", splits=2, has_counter=False)
     # More sequences than a warp has lanes.
     rows = tuple(index % 3 for index in range(40))
-    many = _base(unit, "many", (*rows, positions + 5), (*rows, 2 * LEAST_SHARE))
+    many = _base(unit, "many", (*rows, positions + 5), (*rows, 2 * MIN_SPLIT))
     yield replace(many, heads_q=4, right=0, splits=2)
 
 

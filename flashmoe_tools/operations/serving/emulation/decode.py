@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from flashmoe_build.emulation.runner import Launch, Runner, Trial, counter, output
+from flashmoe_tools.operations.serving.emulation.cases import SMALLEST
 from flashmoe_tools.operations.serving.emulation.forward import disagreements, values_of
 from flashmoe_tools.operations.serving.emulation.problem import Keys, MaskTensor, Rows, VarlenProblem, adds_alibi
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
@@ -15,9 +16,8 @@ from flashmoe_tools.tables import Unit
 BLOCKS = 19  # grid size: shares end inside items and items inside shares; more than are summed at once
 # The f16 kernel with the smallest head dim runs every problem; the others, which are the same source with other sizes
 # or conversions, run some.
-FEW = ("decode", "divided", "shared by all", "lowest mask")
-ONE = ("decode",)
-SMALLEST = 64  # head dim
+REDUCED = ("decode", "divided", "shared by all", "lowest mask")
+MINIMAL = ("decode",)
 MANY = 70  # sequences: more than twice the lanes of a warp
 
 
@@ -75,7 +75,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         replace(few, name="no rows", rows=(0, 0, 0), keys=(n, 0, 5), slack=2),
         # The short sequences of a batch whose long ones are processed by a prefill kernel.
         replace(
-            few, name="divided", rows=(3, 40, 0, 16, 17), keys=(n, 90, 5, 40, 2 * n), right=0, divided_at=16, splits=1
+            few, name="divided", rows=(3, 40, 0, 16, 17), keys=(n, 90, 5, 40, 2 * n), right=0, max_decode=16, splits=1
         ),
         # Unsplit items, and sequences without rows before those that a block finds.
         replace(few, name="many, one split", rows=many, keys=many, heads_q=1, splits=1),
@@ -104,7 +104,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
             if made.has_mask_tensor or made.name == "many":
                 continue
             made = replace(made, mask=MaskTensor.ALIBI, mask_broadcast=(seed % 2 == 1, False, False))
-        names = ONE if unit.dtype == "bf16" and dim > SMALLEST else FEW
+        names = MINIMAL if unit.dtype == "bf16" and dim > SMALLEST else REDUCED
         if (unit.dtype == "f16" and dim == SMALLEST) or made.name in names:
             yield replace(made, data_seed=made.data_seed or seed)
 
@@ -116,16 +116,16 @@ def trial(unit: Unit, problem: VarlenProblem) -> Trial:
 def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
     """Runs on tensors that the caller may have changed, on a machine that holds ``BLOCKS`` blocks."""
     row = unit.row
-    most_rows = p.most_rows * p.group
-    items = math.ceil(most_rows / row.block_m) * p.heads_kv * len(p.rows)
-    blocks = min(items * (1 if p.splits == 1 else math.ceil(p.most_keys / row.block_n) + 1), BLOCKS)
-    slots = (2 * blocks, min(row.block_m, most_rows))
+    max_rows = p.max_rows * p.group
+    items = math.ceil(max_rows / row.block_m) * p.heads_kv * len(p.rows)
+    blocks = min(items * (1 if p.splits == 1 else math.ceil(p.max_keys / row.block_n) + 1), BLOCKS)
+    slots = (2 * blocks, min(row.block_m, max_rows))
     lse = torch.full(tensors.statistics(p), NAN)
     partial = {"out_partial": (*slots, row.axes["head_dim"]), "lse_partial": (*slots, 2)} if p.splits > 1 else {}
     values = values_of(p, tensors, lse, tile_counter=counter(blocks) if p.has_counter else None)
     values |= {name: output(torch.full(size, NAN)) for name, size in partial.items()}
     results = {"out": tensors.out, "lse": lse}
-    return Trial([Launch(values, blocks, most_blocks=BLOCKS)], lambda: disagreements(p, tensors, lse), results)
+    return Trial([Launch(values, blocks, max_blocks=BLOCKS)], lambda: disagreements(p, tensors, lse), results)
 
 
 RUNNER = Runner(problems, trial)

@@ -12,7 +12,7 @@ from flashmoe_build.emulation.compare import DTYPES, different
 from flashmoe_build.emulation.runner import Launch, Runner, Trial, output
 from flashmoe_tools.operations.serving.emulation import append, decode, forward
 from flashmoe_tools.operations.serving.emulation.append import AppendProblem
-from flashmoe_tools.operations.serving.emulation.cases import LEAST_SHARE, chunks
+from flashmoe_tools.operations.serving.emulation.cases import MIN_SPLIT, SMALLEST, chunks
 from flashmoe_tools.operations.serving.emulation.forward import values_of
 from flashmoe_tools.operations.serving.emulation.problem import Keys, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
@@ -89,7 +89,7 @@ def problems(unit: Unit) -> Iterator[E4m3Problem]:
     base = replace(every[0], keys=(5 * n + 7, 3, 0, n, 2 * n + 1), scales=Scales.PAGES, data_seed=90)
     # Enough tiles in one segment that converting bf16 queries pays off; those of one sequence hold what f16 cannot.
     long = replace(base, name="long segments", rows=(1,), keys=(17 * n + 5,), splits=1, scales=Scales.HEADS)
-    if unit.dtype == "bf16" and dim > decode.SMALLEST:
+    if unit.dtype == "bf16" and dim > SMALLEST:
         if dim == 256:  # its queries are in shared memory
             yield long
         return
@@ -124,7 +124,7 @@ def coded_chunks(unit: Unit) -> Iterator[E4m3Problem]:
     paged = replace(base, name="page scales", scales=Scales.PAGES, keys_layout=Keys.PAGED, page_size=48)
     yield replace(paged, keys=(5 * n + 9, 2 * n, 5, 1))
     yield replace(paged, name="page scales, window", keys=(5 * n + 9, n, 5, 1), page_size=16, left=n + 70, right=0)
-    yield replace(paged, name="page scales, shares", keys=(6 * LEAST_SHARE + 9, 2 * n, 5, 1), splits=2, has_signs=True)
+    yield replace(paged, name="page scales, shares", keys=(6 * MIN_SPLIT + 9, 2 * n, 5, 1), splits=2, has_signs=True)
 
 
 def _scale(p: E4m3Problem, pages: int, generator: torch.Generator) -> Scale:
@@ -212,7 +212,7 @@ def coded_chunk_trial(unit: Unit, p: E4m3Problem) -> Trial:
     tensors, k_scale, v_scale = quantize(p, build(p))
     made = forward.trial_on(unit, p, tensors)
     (launch,) = made.launches
-    scales = forward.from_preceding_grid({"k_scale": k_scale.struct, "v_scale": v_scale.struct})
+    scales = forward.all_preceding({"k_scale": k_scale.struct, "v_scale": v_scale.struct})
     return replace(made, launches=[replace(launch, values={"forward": launch.values, **scales})])
 
 
@@ -289,7 +289,7 @@ def dequantize_trial(unit: Unit, p: E4m3Problem) -> Trial:
         "v_scale": v_scale.struct,
         **{name: output(out) for name, out in outs.items()},
     }
-    return Trial([Launch(forward.from_preceding_grid(given), blocks=3)], check, outs)
+    return Trial([Launch(forward.all_preceding(given), blocks=3)], check, outs)
 
 
 RUNNER = Runner(problems, trial)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flashmoe_build.emulation.compare import touched, worst_element
-from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, in_front, output
+from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, output, preceding
 from flashmoe_tools.operations.attention import philox
 from flashmoe_tools.operations.attention.emulation import recurrence
 from flashmoe_tools.operations.attention.emulation.forward import merge
@@ -92,8 +92,8 @@ def sizes(p: VarlenProblem, tensors: Tensors) -> dict[str, Any]:
         "batch": len(p.rows),
         "heads_q": p.heads_kv if p.is_folded else p.heads_q,
         "heads_kv": p.heads_kv,
-        "seq_q": p.most_rows,
-        "seq_k": p.most_keys,
+        "seq_q": p.max_rows,
+        "seq_k": p.max_keys,
         "head_dim": p.head_dim,
         "head_dim_v": p.head_dim_v,
         "scale": p.scale,
@@ -119,14 +119,14 @@ def values_of(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor, **more: Any
     }
 
 
-def from_preceding_grid(values: dict[str, Any]) -> dict[str, Any]:
+def all_preceding(values: dict[str, Any]) -> dict[str, Any]:
     """The same, with every tensor that is read written by the preceding grid."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found[name] = from_preceding_grid(value)
+            found[name] = all_preceding(value)
         else:
-            found[name] = in_front(value) if isinstance(value, torch.Tensor) else value
+            found[name] = preceding(value) if isinstance(value, torch.Tensor) else value
     return found
 
 
@@ -144,7 +144,7 @@ def with_dropout(p: VarlenProblem, name: str, values: dict[str, Any]) -> dict[st
 
 def row_blocks(p: VarlenProblem, block_m: int) -> int:
     """Upper bound of the row blocks of a head, which the host computes without reading lengths."""
-    of_longest = math.ceil(p.most_rows / block_m) * len(p.rows)
+    of_longest = math.ceil(p.max_rows / block_m) * len(p.rows)
     if p.rows_layout is Rows.DENSE:
         return of_longest
     return min(math.ceil((sum(p.rows) + 2 * SPARE_ROWS) / block_m) + len(p.rows), of_longest)
@@ -175,7 +175,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
 
     is_chunk = unit.row.operation.startswith("attention_chunk_forward")
     if is_chunk:  # a dependent launch
-        values = from_preceding_grid(values)
+        values = all_preceding(values)
 
     def check() -> list[str]:
         found: list[str] = []
@@ -233,7 +233,7 @@ def disagreements(p: VarlenProblem, tensors: Tensors, lse: torch.Tensor) -> list
     for sequence, (out, own_lse) in enumerate(views):
         if p.rows[sequence] == 0:
             continue
-        if p.is_passed_over(sequence):
+        if p.is_skipped(sequence):
             found += touched(f"the rows of sequence {sequence}, which is another kernel's", out, NAN)
             continue
         expected, expected_lse, bound = reference(p, tensors, sequence)

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 
 from flashmoe_build.emulation.compare import worst_element
-from flashmoe_build.emulation.runner import Launch, Runner, Trial, in_front, output
+from flashmoe_build.emulation.runner import Launch, Runner, Trial, output, preceding
 from flashmoe_tools.operations.attention.reference import ScoreOptions
-from flashmoe_tools.operations.serving.emulation.decode import BLOCKS, SMALLEST
+from flashmoe_tools.operations.serving.emulation.cases import SMALLEST
+from flashmoe_tools.operations.serving.emulation.decode import BLOCKS
 from flashmoe_tools.operations.serving.emulation.forward import disagreements, other_bits, values_of
 from flashmoe_tools.operations.serving.emulation.problem import UNBOUNDED, Keys, Rows, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
@@ -25,7 +26,7 @@ ORDER = [
     8 * (i // 2) + 2 * t + i % 2 for t in range(4) for i in range(4)
 ]  # of a group's keys: four for each lane of a quad
 SPLITS = 1 << 20  # what the host passes to the first kernel: the smallest possible shares
-FEW = ("exact", "exact, ragged")
+REDUCED = ("exact", "exact, ragged")
 ERROR = 1e-5  # error of a score in fp32, relative to the sum of its terms' magnitudes
 
 
@@ -56,7 +57,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         replace(ragged, name="no rows", rows=(0, 0), keys=(n, 3), slack=2),
     )
     for seed, problem in enumerate(every):
-        if (unit.dtype == "f16" and dim == SMALLEST) or problem.name in FEW:
+        if (unit.dtype == "f16" and dim == SMALLEST) or problem.name in REDUCED:
             yield replace(problem, data_seed=seed)
 
 
@@ -81,9 +82,9 @@ def _exact_scores(p: VarlenProblem, tensors: Tensors) -> list[tuple[torch.Tensor
 def _memory(unit: Unit, p: VarlenProblem) -> torch.Tensor:
     """[sequences, key heads, row blocks, groups of keys, rows, 16]"""
     rows, width = unit.row.block_m, unit.row.block_n
-    most_rows = p.most_rows * p.group
-    groups = math.ceil(p.most_keys / width) * width // GROUP
-    sizes = (len(p.rows), p.heads_kv, math.ceil(most_rows / rows), groups, min(rows, most_rows), GROUP)
+    max_rows = p.max_rows * p.group
+    groups = math.ceil(p.max_keys / width) * width // GROUP
+    sizes = (len(p.rows), p.heads_kv, math.ceil(max_rows / rows), groups, min(rows, max_rows), GROUP)
     return torch.full(sizes, NAN)
 
 
@@ -114,7 +115,7 @@ def score_trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
     values = values_of(p, tensors, torch.zeros(1), out_partial=output(memory))
     values |= {"out": None, "lse": None}
     items = memory.shape[0] * memory.shape[1] * memory.shape[2]
-    blocks = min(items * (math.ceil(p.most_keys / unit.row.block_n) + 1), BLOCKS)
+    blocks = min(items * (math.ceil(p.max_keys / unit.row.block_n) + 1), BLOCKS)
 
     def check() -> list[str]:
         found = []
@@ -135,7 +136,7 @@ def score_trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
                 )
         return found
 
-    return Trial([Launch(values, blocks, most_blocks=BLOCKS)], check, {"scores": memory})
+    return Trial([Launch(values, blocks, max_blocks=BLOCKS)], check, {"scores": memory})
 
 
 def value_trial(unit: Unit, p: VarlenProblem) -> Trial:
@@ -152,7 +153,7 @@ def value_trial(unit: Unit, p: VarlenProblem) -> Trial:
 def value_trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, memory: torch.Tensor) -> Trial:
     """Runs on the scores in ``memory``."""
     lse = torch.full(tensors.statistics(p), NAN)
-    values = values_of(p, tensors, lse, out_partial=in_front(memory))
+    values = values_of(p, tensors, lse, out_partial=preceding(memory))
     slices = unit.row.axes["head_dim"] // COLUMNS
     blocks = memory.shape[0] * memory.shape[1] * memory.shape[2] * slices
 

@@ -72,7 +72,7 @@ class VarlenProblem(NamedProblem):
     is_exact: bool = False  # integers whose results are known bit for bit (attention/emulation/recurrence.py)
     is_consistent: bool = False
     splits: int = 1
-    divided_at: int = (
+    max_decode: int = (
         0  # a decoding kernel processes the sequences with up to this many rows, a prefill kernel all others
     )
     wants_lse: bool = True
@@ -91,13 +91,13 @@ class VarlenProblem(NamedProblem):
 
     @property
     def num_splits(self) -> int:
-        if not self.divided_at:
+        if not self.max_decode:
             return self.splits
-        return -1 if self.is_decoding else -self.divided_at
+        return -1 if self.is_decoding else -self.max_decode
 
-    def is_passed_over(self, sequence: int) -> bool:
+    def is_skipped(self, sequence: int) -> bool:
         """Whether another kernel processes this sequence."""
-        return self.divided_at > 0 and (self.rows[sequence] > self.divided_at) == self.is_decoding
+        return self.max_decode > 0 and (self.rows[sequence] > self.max_decode) == self.is_decoding
 
     @property
     def has_score_functions(self) -> bool:
@@ -112,12 +112,12 @@ class VarlenProblem(NamedProblem):
         return 1.0 / math.sqrt(self.head_dim)
 
     @property
-    def most_rows(self) -> int:
-        if self.divided_at and self.is_decoding:
-            return self.divided_at
+    def max_rows(self) -> int:
+        if self.max_decode and self.is_decoding:
+            return self.max_decode
         return self.group if self.is_folded else max(self.rows) + (self.slack if self.rows_layout is Rows.RAGGED else 0)
 
     @property
-    def most_keys(self) -> int:
+    def max_keys(self) -> int:
         """seq_k; for dense keys the tensor's size."""
         return max(self.keys) + (self.spare_keys if self.keys_layout is Keys.DENSE else self.slack)

@@ -124,7 +124,7 @@ def _lay_out_keys(
             None,
             used if p.spare_keys or len(set(p.keys)) > 1 else None,
             None,
-            (len(p.keys), p.heads_kv, p.most_keys),
+            (len(p.keys), p.heads_kv, p.max_keys),
         )
     if p.keys_layout is Keys.RAGGED:
         cu = _int32(_offsets(p.keys, 0, p.spare_keys))
@@ -134,7 +134,7 @@ def _lay_out_keys(
         sum(counts) + 2, generator=generator
     ).tolist()  # two pages belong to no sequence, including the first
     order.insert(0, order.pop(order.index(0)))
-    table = torch.full((len(p.keys), max(*counts, -(-p.most_keys // p.page_size), 1)), GARBAGE_PAGE)
+    table = torch.full((len(p.keys), max(*counts, -(-p.max_keys // p.page_size), 1)), GARBAGE_PAGE)
     table[:, -1] = -7
     for sequence, count in enumerate(counts):
         table[sequence, :count] = torch.tensor([order.pop() for _ in range(count)])

@@ -49,7 +49,7 @@ def trial(unit: Unit, p: VarlenProblem) -> Trial:
         "rows_total": tensors.q.shape[0] if p.rows_layout is Rows.RAGGED else 0,
         "batch": len(p.rows),
         "heads": p.heads_q,
-        "rows": p.most_rows,
+        "rows": p.max_rows,
         "head_dim": p.head_dim,
         "head_dim_v": p.head_dim_v,
         "width": width,

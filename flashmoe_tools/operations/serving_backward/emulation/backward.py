@@ -36,7 +36,7 @@ SCORE_UNIT = {"sm90": 8e-7, "sm80": 8e-7, "sm75": 3e-6}
 
 
 @dataclass(frozen=True)
-class Given:
+class Inputs:
     """What the kernels read besides q, k and v, as stored; NaN for rows that belong to no sequence."""
 
     out: torch.Tensor
@@ -48,7 +48,7 @@ class Given:
 
 def expect(
     p: VarlenProblem, tensors: Tensors, *, shares_weights: bool, score_unit: float
-) -> tuple[Given, list[Expected]]:
+) -> tuple[Inputs, list[Expected]]:
     """The kernels' other inputs, and the gradients and row_dot of each sequence in fp64.
 
     Gradients are [heads, rows or keys, columns] and computed from the 16-bit tensors that the kernels read.
@@ -78,16 +78,16 @@ def expect(
             shares_weights=shares_weights,
         )
         expected.append({**gradients, "row_dot": (dot, 1e-5 * products.abs().sum(-1) + 1e-5)})
-    return Given(out, dout, lse, dlse if p.wants_lse else None, row_dot), expected
+    return Inputs(out, dout, lse, dlse if p.wants_lse else None, row_dot), expected
 
 
 def blocks_of(p: VarlenProblem, unit: Unit) -> int:
     """Upper bound of the tiles of all heads, which the host computes without reading lengths."""
     if unit.row.operation.endswith("_backward_dq"):
-        heads, block, is_dense, most = p.heads_q, unit.row.block_m, p.rows_layout is Rows.DENSE, p.most_rows
+        heads, block, is_dense, most = p.heads_q, unit.row.block_m, p.rows_layout is Rows.DENSE, p.max_rows
         total = sum(p.rows) + 2 * SPARE_ROWS
     else:
-        heads, block, is_dense, most = p.heads_kv, unit.row.block_n, p.keys_layout is Keys.DENSE, p.most_keys
+        heads, block, is_dense, most = p.heads_kv, unit.row.block_n, p.keys_layout is Keys.DENSE, p.max_keys
         total = max(1, sum(p.keys) + p.spare_keys * len(p.keys))
     of_longest = math.ceil(most / block) * len(p.rows)
     # Each sequence ends with at most one partial tile, and so do the two regions that belong to no sequence.
@@ -106,7 +106,7 @@ def trial(unit: Unit, problem: VarlenProblem) -> Trial:
     return trial_on(unit, problem, tensors, given, expected)
 
 
-def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expected: list[Expected]) -> Trial:
+def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Inputs, expected: list[Expected]) -> Trial:
     """Runs on tensors that the caller may have changed; results are NaN before."""
     like = {"dq": tensors.q, "dk": tensors.k, "dv": tensors.v}
     results = {name: torch.full_like(like[name], NAN) for name in RESULTS[unit.row.operation]}
@@ -135,11 +135,11 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expec
 
     scores = None
     if unit.row.operation == MASK_FUSED:
-        row = math.ceil(p.most_keys / 8) * 8
+        row = math.ceil(p.max_keys / 8) * 8
         if unit.row.options["gradient"]:
-            scores = torch.full((len(p.rows), p.heads_q, p.most_rows, row), NAN, dtype=tensors.q.dtype)
-            if p.right < UNBOUNDED or min(p.keys) < p.most_keys:
-                scores[..., : p.most_keys] = 0.0  # tiles may be skipped
+            scores = torch.full((len(p.rows), p.heads_q, p.max_rows, row), NAN, dtype=tensors.q.dtype)
+            if p.right < UNBOUNDED or min(p.keys) < p.max_keys:
+                scores[..., : p.max_keys] = 0.0  # tiles may be skipped
         gradient = None if scores is None else output(scores)
         values = {"backward": values, "scores_gradient": gradient, "scores_gradient_row": row}
 
@@ -154,7 +154,7 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Given, expec
 
 
 def score_gradient(
-    p: VarlenProblem, tensors: Tensors, given: Given, sequence: int, unit: Unit
+    p: VarlenProblem, tensors: Tensors, given: Inputs, sequence: int, unit: Unit
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dS and the bound of its error [heads, rows, keys]: as for other gradients, but without rounding to the type."""
     scores, _ = attend(p, tensors, sequence)
@@ -165,7 +165,7 @@ def score_gradient(
     return scores.weights * (d_weights - dot), scores.weights * exponent * reach
 
 
-def _wrong_scores(p: VarlenProblem, tensors: Tensors, given: Given, unit: Unit, scores: torch.Tensor) -> Iterator[str]:
+def _wrong_scores(p: VarlenProblem, tensors: Tensors, given: Inputs, unit: Unit, scores: torch.Tensor) -> Iterator[str]:
     """Checks dS [batch, heads, rows, keys and padding]."""
     for sequence, (rows, keys) in enumerate(zip(p.rows, p.keys, strict=True)):
         if keys == 0:
@@ -174,7 +174,7 @@ def _wrong_scores(p: VarlenProblem, tensors: Tensors, given: Given, unit: Unit, 
         own = scores[sequence, :, :rows, :keys]
         bound = bound + UNIT_ROUNDOFF[p.dtype] * value.abs() + 1e-6
         yield from worst_element(f"dS of sequence {sequence}", own, value, bound)
-    yield from touched("what is behind the keys of dS", scores[..., p.most_keys :], NAN)
+    yield from touched("what is behind the keys of dS", scores[..., p.max_keys :], NAN)
 
 
 def _wrong_partials(p: VarlenProblem, partials: RaggedPartials, expected: list[Expected]) -> list[str]:
@@ -184,7 +184,7 @@ def _wrong_partials(p: VarlenProblem, partials: RaggedPartials, expected: list[E
         if dq.numel() > 0:
             found += worst_element(f"partials of sequence {sequence}", dq, *own["dq"])
     if not partials.all.ranks.eq(partials.expected_ranks(p)).all():
-        found.append("not every tile that the rows of a partial see has added to it, or another one has")
+        found.append("some tile that the rows of a partial see has not added to it, or another one has")
     return found
 
 

@@ -17,7 +17,7 @@ from flashmoe_tools.operations.serving_backward.emulation.backward import SCORE_
 from flashmoe_tools.tables import Unit
 
 OPERATION = "attention_bias_gradient"
-FEW = ("batch", "rows")  # those of a bf16 kernel
+REDUCED = ("batch", "rows")  # those of a bf16 kernel
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def problems(unit: Unit) -> Iterator[BiasProblem]:
     for seed, problem in enumerate(found):
         if unit.row.family == "sm90" and (problem.folds_keys or problem.mask_broadcast[2]):
             continue  # these run on sm80's kernel
-        if unit.dtype == "f16" or problem.name in FEW:
+        if unit.dtype == "f16" or problem.name in REDUCED:
             dropout_p = 0.3 if unit.row.options.get("dropout") else 0.0
             yield replace(problem, data_seed=seed, dropout_p=dropout_p)
 

@@ -17,7 +17,7 @@ FUSED = "attention_varlen_backward_fused"
 DROPOUT_FUSED = "attention_dropout_backward_fused"
 MASK_FUSED = "attention_mask_backward_fused"
 ALIBI = ("ragged", "full", "window", "wide window", "soft softcap", "dense", "many")
-FEW = ("ragged", "window", "soft softcap")  # those of a bf16 kernel: it is the float16 kernel with other conversions
+REDUCED = ("ragged", "window", "soft softcap")  # of a bf16 kernel: the float16 kernel with other conversions
 
 
 def problems(unit: Unit) -> Iterator[VarlenProblem]:
@@ -26,10 +26,10 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         yield from _dropped(unit)
         return
     if unit.row.operation == MASK_FUSED:
-        yield from streamed_masks(unit, FEW)
+        yield from streamed_masks(unit, REDUCED)
         return
     for seed, problem in enumerate(_problems(unit)):
-        if _is_for(unit, problem) and (unit.dtype == "f16" or problem.name in FEW):
+        if _is_for(unit, problem) and (unit.dtype == "f16" or problem.name in REDUCED):
             if adds_alibi(unit.row.options):
                 problem = replace(problem, mask=MaskTensor.ALIBI, mask_broadcast=(seed % 2 == 1, False, False))
             yield replace(problem, data_seed=seed, has_counter=problem.has_counter or unit.row.operation == FUSED)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from flashmoe.errors import ArgumentError
-from flashmoe_tools.operations import RoomProblem, fields
+from flashmoe_tools.operations import ProblemBase, fields
 
 
 @dataclass(frozen=True)
-class Scaling(RoomProblem):
+class Scaling(ProblemBase):
     operation: ClassVar[str] = "toy"
 
     dtype: str
@@ -37,7 +37,7 @@ class Scaling(RoomProblem):
     def from_key(cls, key: str) -> Scaling:
         name, _, size = key.partition("-")
         if name != cls.operation or not size.isdigit():
-            msg = f"{key!r} names no case; one is written as toy-64"
+            msg = f"{key!r} is not a case key; example: toy-64"
             raise ArgumentError(msg)
         return cls("f32", int(size))
 

@@ -1,4 +1,4 @@
-"""The parts of the multi-GPU suite: attention over sharded sequences, and experts spread over ranks."""
+"""The workloads of the multi-GPU suite: attention over sharded sequences, and experts spread over ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,11 +6,9 @@ from typing import Any
 
 from flashmoe_tools.operations import fields
 
-ELEMENT = 2  # bytes of bfloat16
-
 
 @dataclass(frozen=True)
-class AttentionPart:
+class AttentionWorkload:
     """Causal attention, forward and backward, over one sequence or a ragged batch.
 
     A ragged batch has ``sequences`` sequences, which together have ``length`` rows.
@@ -38,7 +36,7 @@ class AttentionPart:
         ends = [self.length * (count * (count + 1) // 2) // parts for count in range(self.sequences + 1)]
         return [end // unit * unit for end in ends]
 
-    def least_bytes(self, size: int, element: int) -> int:
+    def min_bytes(self, size: int, element: int) -> int:
         """Bytes that one rank must send on average.
 
         These are the keys and values that other ranks see, once, and one sum of gradients to each owner. With zig-zag
@@ -49,7 +47,7 @@ class AttentionPart:
 
 
 @dataclass(frozen=True)
-class ExpertsPart:
+class ExpertsWorkload:
     """A layer of experts, forward or forward and backward, with the same number of tokens on every rank."""
 
     tokens: int
@@ -69,30 +67,30 @@ class ExpertsPart:
         return shape + "-skewed" * self.skewed + "-backward" * self.backward
 
 
-Part = AttentionPart | ExpertsPart
+Workload = AttentionWorkload | ExpertsWorkload
 _FIELDS = {
-    "attention": ({"length", "heads", "heads_kv", "head_dim", "sequences", "repeats"}, "at_least", AttentionPart),
-    "experts": ({"tokens", "hidden", "inner", "experts", "top_k", "repeats"}, "at_most", ExpertsPart),
+    "attention": ({"length", "heads", "heads_kv", "head_dim", "sequences", "repeats"}, "at_least", AttentionWorkload),
+    "experts": ({"tokens", "hidden", "inner", "experts", "top_k", "repeats"}, "at_most", ExpertsWorkload),
 }
 _OPTIONAL = {"head_dim", "sequences", "repeats"}
 _FLAGS = {"attention": (), "experts": ("backward", "codes", "skewed")}
 
 
-def parse_parts(rows: Any, source: str) -> tuple[tuple[Part, ...], frozenset[str]]:
-    """The parts in a suite's ``[[parts]]``, and the keys of those in the quick run. A wrong field is a SuiteError."""
+def parse_workloads(rows: Any, source: str) -> tuple[tuple[Workload, ...], frozenset[str]]:
+    """The workloads in a suite's ``[[parts]]``, and the keys of those in the quick run. A wrong field is a SuiteError."""
     if not isinstance(rows, list) or not rows:
         fields.fail(source, "parts", rows, "at least one [[parts]] table")
     found, quick = [], set()
     for number, row in enumerate(rows, start=1):
         where = f"{source}: parts[{number}]"
-        part = _part(dict(fields.table(row, source, f"parts[{number}]")), where)
-        found.append(part)
+        work = _workload(dict(fields.table(row, source, f"parts[{number}]")), where)
+        found.append(work)
         if fields.flag(row.get("quick", False), where, "quick"):
-            quick.add(part.key)
+            quick.add(work.key)
     return tuple(found), frozenset(quick)
 
 
-def _part(row: Mapping[str, Any], where: str) -> Part:
+def _workload(row: Mapping[str, Any], where: str) -> Workload:
     what = fields.choice(row.get("what"), tuple(_FIELDS), where, "what")
     counted, bar, make = _FIELDS[what]
     fields.known(row, {"what", "quick", bar, *counted, *_FLAGS[what]}, where)
@@ -105,5 +103,5 @@ def _part(row: Mapping[str, Any], where: str) -> Part:
         if isinstance(row[bar], bool) or not isinstance(row[bar], (int, float)):
             fields.fail(where, bar, row[bar], "a number")
         values[bar] = float(row[bar])
-    part: Part = make(**values)
-    return part
+    work: Workload = make(**values)
+    return work

@@ -68,17 +68,17 @@ def _serve() -> list[str]:
     os._exit(0)
 
 
-def _run(words: list[str]) -> object:
+def _run(argv: list[str]) -> object:
     """The exit status of the process."""
-    if words[:2] == ["-W", "error"]:
+    if argv[:2] == ["-W", "error"]:
         warnings.simplefilter("error")
-        del words[:2]
-    sys.argv[:] = words
+        del argv[:2]
+    sys.argv[:] = argv
     try:
-        if words[0] == "-c":
-            exec(compile(words[1], "<string>", "exec", dont_inherit=True), {"__name__": "__main__"})
+        if argv[0] == "-c":
+            exec(compile(argv[1], "<string>", "exec", dont_inherit=True), {"__name__": "__main__"})
         else:
-            runpy.run_path(words[0], run_name="__main__")
+            runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:
         return end.code
     except BaseException:

@@ -328,13 +328,13 @@ class Hunt:
                     self.helpless.add(oracle)
                     what = f"take longer than {self._seconds} s" if status is None else "fail"
                     print(
-                        f"{folder.name}: its tests {what} without a bug, so they can judge nothing: {command}\n{output[-2000:]}"
+                        f"{folder.name}: its tests {what} without a bug, so they cannot tell anything: {command}\n{output[-2000:]}"
                     )
                 return is_sound, TIMED_OUT if is_sound and status is None else ""
             sound = [name for name in failed if self._is_sound(folder.alone(oracle, name), oracle, checkout, planted)]
             if sound:
                 return True, ""
-            print(f"not asked, because they fail without a bug: {', '.join(failed)}", flush=True)
+            print(f"ignored, because they fail without a bug: {', '.join(failed)}", flush=True)
             self._left_out.setdefault(oracle, set()).update(failed)
 
     def _is_sound(self, command: str, oracle: str, checkout: Path, planted: Planted) -> bool:
@@ -412,13 +412,13 @@ def judged(found: Sequence[Found], reasons: Reasons, begun: Mapping[str, int] = 
             "undecided": max(0, begun.get(name, 0) - len(own)),
         }
         verdict = Verdict.PASS if counted and killed >= NEEDED * len(counted) else Verdict.FAIL
-        told = f"{killed} of {len(counted)} killed" + (
+        summary = f"{killed} of {len(counted)} killed" + (
             f", {len(decided) - len(counted)} equivalent" if decided != counted else ""
         )
         why = "; ".join(f"{row.file} {row.what}" for row in counted if row.survived)
-        step = "a test for each survivor, or a line in folders.toml that says why nothing can notice it"
+        step = "add a test for each survivor, or a line in folders.toml that says why no test can notice it"
         checks.append(
-            Check(name, verdict, told, f"at least {NEEDED:.0%}", why, "" if verdict is Verdict.PASS else step)
+            Check(name, verdict, summary, f"at least {NEEDED:.0%}", why, "" if verdict is Verdict.PASS else step)
         )
     survivors = [f"{row.file} {row.what}" + (f": {row.why}" if row.why else "") for row in rows if row.survived]
     data = {"scores": scores, "survivors": survivors, "bugs": [asdict(row) for row in rows]}
@@ -437,25 +437,25 @@ def known(path: Path | None) -> list[Found]:
     return [Found(**row) for row in read_report(path).data.get("bugs", ())]  # a summary has no bugs
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="./nox -s mutants --", description=__doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="relative to the checkout; with --oracle")
     parser.add_argument("--oracle", metavar="COMMAND", help="exits with 0 when it finds nothing wrong with the files")
     parser.add_argument("--folder", action="append", metavar="NAME", help="of folders.toml (default: all)")
     parser.add_argument(
-        "--most", type=int, default=20, metavar="N", help="bugs of each folder, drawn; 0: all (default 20)"
+        "--most", type=int, default=20, metavar="N", help="sample this many bugs of each folder; 0: all (default 20)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
-    parser.add_argument("--seconds", type=int, default=SECONDS, metavar="S", help="of one judgement; longer is a kill")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="bugs at once, each in a checkout of its own")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample (default 0)")
+    parser.add_argument("--seconds", type=int, default=SECONDS, metavar="S", help="for one test run; longer is a kill")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="bugs at once, each in its own checkout")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), metavar="M", help="none is begun then; what was is decided"
+        "--minutes", type=float, default=float("inf"), metavar="M", help="start no bug later; finish those started"
     )
     parser.add_argument(
-        "--reached", type=Path, metavar="FOLDER", help="which tests reach which lines: kept there, for the next hunt"
+        "--reached", type=Path, metavar="FOLDER", help="keep there which tests reach which lines, for the next hunt"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report; what it holds is not hunted again")
-    arguments = parser.parse_args(words)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report; skip the bugs in an existing one")
+    arguments = parser.parse_args(argv)
     table, reasons = folders()
     if arguments.files:
         chosen = [Folder("given", tuple(arguments.files), "", command=arguments.oracle or "false")]
@@ -466,15 +466,15 @@ def main(words: Sequence[str] | None = None) -> int:
         return ExitCode.USAGE
     found, end = known(arguments.json), time.monotonic() + 60 * arguments.minutes
     done = {(one.file, one.what) for one in found}
-    with tempfile.TemporaryDirectory(prefix="flashmoe-hunt-") as place:
-        checkouts = [Path(place) / str(number) for number in range(arguments.jobs)]
+    with tempfile.TemporaryDirectory(prefix="flashmoe-hunt-") as scratch:
+        checkouts = [Path(scratch) / str(number) for number in range(arguments.jobs)]
         for checkout in checkouts:
             checkout.mkdir()
             copy_checkout(checkout)
         drawn = [sites_of(checkouts[0], folder, arguments.most, arguments.seed, reasons) for folder in chosen]
         turns = chain.from_iterable(zip_longest(*drawn))  # a hunt that ends early has then covered every folder
         sites = [site for site in turns if site is not None and (site[1], site[2].what) not in done]
-        hunt = Hunt(checkouts, arguments.seconds, end, arguments.reached or Path(place))
+        hunt = Hunt(checkouts, arguments.seconds, end, arguments.reached or Path(scratch))
         hunt.begun += [one.folder for one in found]
         for number, one in enumerate(hunt.bugs(sites), start=1):
             fate = "SURVIVED" if one.survived else one.note or "killed"

@@ -13,7 +13,7 @@ OTHER_USER = "nobody"
 
 
 @dataclass(frozen=True)
-class World:
+class BuildEnvironment:
     """The conditions of one build."""
 
     name: str
@@ -25,22 +25,22 @@ class World:
     user: str = ""
 
 
-def check_out(world: World, root: Path) -> None:
-    """A clone of HEAD with this world's file order and times."""
-    folder = world.folder
+def check_out(environment: BuildEnvironment, root: Path) -> None:
+    """A clone of HEAD with this environment's file order and times."""
+    folder = environment.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     clone = ["git", "-c", "safe.directory=*", "clone", "-q", "--no-hardlinks", "--no-checkout", str(root), str(folder)]
     _run(clone, cwd=folder.parent)
     listed = _run(["git", "ls-tree", "-rz", "--name-only", "HEAD"], cwd=folder)
-    ordered = sorted(filter(None, listed.split("\0")), reverse=world.reverse)
+    ordered = sorted(filter(None, listed.split("\0")), reverse=environment.reverse)
     for start in range(0, len(ordered), 50):
         _run(["git", "checkout", "-q", "HEAD", "--", *ordered[start : start + 50]], cwd=folder)
-    if world.reverse:
+    if environment.reverse:
         for name in ordered:
             os.utime(folder / name, (1_500_000_000, 1_500_000_000), follow_symlinks=False)
         _run(["git", "update-index", "-q", "--refresh"], cwd=folder)
-    if world.user:
-        account = pwd.getpwnam(world.user)
+    if environment.user:
+        account = pwd.getpwnam(environment.user)
         for path in (folder, *folder.rglob("*")):
             os.chown(path, account.pw_uid, account.pw_gid, follow_symlinks=False)
 
