@@ -34,14 +34,14 @@ NO_FORWARD_MODE = (
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 )
 NO_SECOND_DERIVATIVE = (
-    "flashmoe attention can be differentiated once; this asked for a second derivative. Use "
+    "flashmoe attention can be differentiated once; a second derivative was requested. Use "
     "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it"
 )
 NO_SLOPES_GRADIENT = (
-    "attention has no gradient for alibi_slopes; detach them, or give the bias itself as attn_mask, which has one"
+    "attention has no gradient for alibi_slopes; detach them, or pass the bias itself as attn_mask, which has one"
 )
 NO_RAGGED_MASK_GRADIENT = (
-    "attention over ragged sequences, or with seqused_k, has no gradient for a mask; detach it, or pad the sequences"
+    "attention over packed sequences, or with seqused_k, has no gradient for attn_mask; detach it, or pad the sequences"
 )
 NO_PAGE_GRADIENT = "attention over pages has no gradient; gather the keys, or call it under torch.no_grad()"
 Gradients = tuple[Tensor | None, ...]

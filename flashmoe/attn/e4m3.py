@@ -37,7 +37,7 @@ def check_unscaled(k_scale: Scale, v_scale: Scale, k: Any) -> None:
         return
     name = "k_scale" if k_scale is not None else "v_scale"
     found = f"found {k.dtype}" if isinstance(k, Tensor) else f"found {type(k).__name__}"
-    msg = f"{name} belongs to keys and values of torch.float8_e4m3fn; {found}; leave it out, or quantise both"
+    msg = f"{name} is only used with k and v of torch.float8_e4m3fn; {found}; remove {name}=, or quantise both"
     raise ArgumentError(msg)
 
 

@@ -41,7 +41,7 @@ def concerns(q: Any, q_scale: Scale, k_scale: Scale, v_scale: Scale, out_dtype: 
 def _refuse_wide(q: Any, scales: Scales) -> NoReturn:
     name = next((name for name, value in zip(_NAMES, scales, strict=True) if value is not None), "out_dtype")
     found = f"found {q.dtype}" if isinstance(q, Tensor) else f"found {type(q).__name__}"
-    msg = f"{name} belongs to q, k and v of torch.float8_e4m3fn; {found}; leave it out, or quantise all three"
+    msg = f"{name} is only used with q, k and v of torch.float8_e4m3fn; {found}; remove {name}=, or quantise all three"
     raise ArgumentError(msg)
 
 
@@ -99,7 +99,7 @@ def attend_varlen(
     if not isinstance(q, Tensor) or q.dtype is not E4M3:
         _refuse_wide(q, (scales[0], None, None))
     if options["out"] is not None:
-        msg = "out is given, but q is torch.float8_e4m3fn, whose result has another dtype; leave out away"
+        msg = "out is given, but q is torch.float8_e4m3fn, whose result has another dtype; remove out="
         raise ArgumentError(msg)
     arguments.check_scalars(scale, causal, return_lse, options["consistent"])
     dtype, factor, parts = _prepared(tensors, scales, out_dtype, scale)

@@ -22,7 +22,7 @@ _operator = torch.ops.flashmoe._attention_varlen_out.default
 _e4m3_operator = torch.ops.flashmoe._attention_e4m3_out.default
 _bare_operator, _bare_e4m3_operator = _operator._op, _e4m3_operator._op  # as in varlen.py
 SIZES = "of the result's sizes"
-NO_GRADIENT = "out= is given, but a gradient is to be recorded; leave out= away, or call under torch.no_grad()"
+NO_GRADIENT = "out= is given, but a gradient is requested; remove out=, or call under torch.no_grad()"
 
 
 def call_of(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor | None) -> tuple[str, tuple[Any, ...]]:
@@ -84,5 +84,5 @@ def check_alone(out: Any, *, has_dropout: bool, return_lse: bool) -> None:
     """Raise if a call with ``out`` also wants dropout or lse, which these operators do not have."""
     if out is not None and (has_dropout or return_lse):
         other = "dropout_p" if has_dropout else "return_lse=True"
-        msg = f"out= and {other} are both given; no operator has both: leave one of them out"
+        msg = f"out= and {other} are both given, which is not supported; remove one of them"
         raise ArgumentError(msg)

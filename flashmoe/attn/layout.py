@@ -30,6 +30,6 @@ def look_at(q: Any, k: Any) -> None:
     calls_left = 0
     message = (
         f"attention has q {list(q.shape)} and k {list(k.shape)}: {heads} heads of {rows} rows. The layout is [batch, heads, length, "
-        "head_dim]; if these are [batch, length, heads, head_dim], call .transpose(1, 2) on q, k, v and the result. Said once."
+        "head_dim]; if these are [batch, length, heads, head_dim], call .transpose(1, 2) on q, k, v and the result. This warning is shown once."
     )
     warnings.warn(message, stacklevel=3)

@@ -11,8 +11,8 @@ from flashmoe.errors import ArgumentError
 from flashmoe.operator import Operator
 
 NO_TRANSFORM_APPENDS = (
-    "new keys are appended in place, which no transform of torch.func (vmap, functionalize) can follow; make the mapped dimension part "
-    "of the batch, a cache for each sequence, or append before"
+    "new keys are appended in place, which torch.func's transforms (vmap, functionalize) do not support; make the mapped "
+    "dimension part of the batch, with a cache for each sequence, or append before the transform"
 )
 
 

@@ -80,7 +80,7 @@ def scaled_dot_product_attention(
             # torch's message for mismatched heads; other errors have other causes.
             is_size = type(error) is RuntimeError and "must match the size of tensor" in str(error)
             if is_size and not enable_gqa and sdpa_dispatch.would_form_groups(query, key):
-                msg = f"{error} (query has {query.shape[-3]} heads and key {key.shape[-3]}: give enable_gqa=True)"
+                msg = f"{error} (query has {query.shape[-3]} heads and key {key.shape[-3]}: pass enable_gqa=True)"
                 raise RuntimeError(msg) from error
             raise
     if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:

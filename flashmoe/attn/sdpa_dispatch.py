@@ -23,11 +23,8 @@ from flashmoe.transforms import autocast_dtype, has_tangent
 
 WIDE_CAPABILITY = (8, 0)
 BF16_CAPABILITY = (8, 0)
-WRONG_DROPOUT = "dropout_p is not a number from 0 up to, but not including, 1"
-NESTED = (
-    "an input is nested or sparse; flashmoe takes dense tensors, and jagged ones from torch's own attention on a GPU "
-    "while flashmoe.activate() is in force"
-)
+WRONG_DROPOUT = "dropout_p is not a number that is at least 0 and less than 1"
+NESTED = "an input is nested or sparse; flashmoe supports dense tensors, and jagged ones through torch's own attention on a GPU after flashmoe.activate()"
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -68,7 +65,7 @@ def explain(
         keywords.refuse("explain", misspelt, ARGUMENTS, like="scaled_dot_product_attention")
     obstacle = find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if obstacle is None:
-        return Route(Path.FLASHMOE, "everything asked for is supported")
+        return Route(Path.FLASHMOE, "all arguments are supported")
     if jagged_route is not None and obstacle == NESTED and are_jagged(query, key, value):
         return jagged_route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     refuse_unequal_lengths(key, value)  # as the call does
@@ -175,10 +172,10 @@ def _wide_obstacle(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dr
     if query.device.type == "cuda" and _capability(query.device) < WIDE_CAPABILITY:
         return f"head dim {head_dim} needs compute capability 8.0; this GPU is older"
     if dropout_p:
-        return f"dropout has head dims up to {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, not {head_dim}"
+        return f"dropout supports head dims up to {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, not {head_dim}"
     tensors = (query, key, value, attn_mask)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
-        return f"gradients have head dims up to {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, not {head_dim}"
+        return f"gradients support head dims up to {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, not {head_dim}"
     return None
 
 
@@ -190,7 +187,7 @@ def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: boo
         return None
     if enable_gqa:
         if k[-1] != v[-1] or k[-1] < 1 or q[-1] % k[-1] != 0:
-            return f"query heads {q[-1]}, key heads {k[-1]} and value heads {v[-1]} form no groups"
+            return f"query heads {q[-1]}, key heads {k[-1]} and value heads {v[-1]} are not divisible into groups"
         q, k, v = q[:-1], k[:-1], v[:-1]
     try:
         torch.broadcast_shapes(q, k, v)
@@ -212,12 +209,12 @@ def _mask_obstacle(
     if attn_mask is None:
         return None
     if is_causal:
-        return "attn_mask and is_causal are both given, which torch refuses"
+        return "attn_mask and is_causal are both given, which torch rejects"
     if not isinstance(attn_mask, Tensor) or attn_mask.is_nested or attn_mask.layout is not torch.strided:
         return "attn_mask is not a dense tensor"
     mask_dtype, dtype = _dtypes(attn_mask, query)
     if attn_mask.device != query.device or mask_dtype not in (torch.bool, dtype):
-        return f"attn_mask is {mask_dtype} on {attn_mask.device}; flashmoe takes bool or query's dtype, on its device"
+        return f"attn_mask is {mask_dtype} on {attn_mask.device}; flashmoe supports bool or query's dtype, on query's device"
     heads = 3 if enable_gqa else 2  # grouped: the mask has query heads, but key has fewer heads
     batch = torch.broadcast_shapes(*(tensor.shape[:-heads] for tensor in (query, key, value)))
     target = (*batch, *query.shape[-heads:-1], key.shape[-2])
@@ -230,13 +227,13 @@ def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
 
 
 def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
-    return "forward-mode differentiation is asked for" if has_tangent(query, key, value) else None
+    return "forward-mode differentiation is requested" if has_tangent(query, key, value) else None
 
 
 # The calls that go to torch: each rule, with its rows of the documentation's table. The rules run in this order, and a rule
 # may rely on those before it.
 OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
-    (_dropout_obstacle, ("`dropout_p` of 1, or what is no probability",)),
+    (_dropout_obstacle, ("`dropout_p` of 1, or a value that is not a probability",)),
     (_memory_obstacle, ("nested, sparse, named or zero tensors",)),
     (_scalar_obstacle, ("`scale` not finite, or a tensor",)),
     (_device_obstacle, ("devices other than CPU and CUDA; inputs on different devices",)),
@@ -249,7 +246,10 @@ OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
     ),
     (
         _shape_obstacle,
-        (f"a head dim of 0 or above {MAX_HEAD_DIM}", "batch or head sizes that neither broadcast nor form groups"),
+        (
+            f"a head dim of 0 or above {MAX_HEAD_DIM}",
+            "batch sizes that do not broadcast; heads that are not divisible into groups",
+        ),
     ),
     (
         _wide_obstacle,
@@ -279,7 +279,9 @@ def refuse_unequal_lengths(key: Any, value: Any) -> None:
         if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.dim() < 2:
             return
     if key.shape[-2] != value.shape[-2]:
-        msg = f"key and value must have one length; found {key.shape[-2]} and {value.shape[-2]}; cut or pad one of them"
+        msg = (
+            f"key and value must have one length; found {key.shape[-2]} and {value.shape[-2]}; slice or pad one of them"
+        )
         raise ShapeError(msg)
 
 

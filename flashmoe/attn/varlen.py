@@ -194,7 +194,7 @@ def attention_varlen(
             return traced
         check_lengths("cu_seqlens_q", cu_seqlens_q, "sequences + 1")
     if cu_seqlens_k is None and block_table is None:
-        msg = "cu_seqlens_k is None, so the keys must be in pages: give block_table and seqused_k, or cu_seqlens_k"
+        msg = "cu_seqlens_k is None, so the keys must be in pages; pass block_table and seqused_k, or cu_seqlens_k"
         raise ArgumentError(msg)
     if q_scale is not None or out_dtype is not None or e4m3.has_codes(q):
         of_codes: Tensor | tuple[Tensor, Tensor] = fp8.attend_varlen(
@@ -301,7 +301,7 @@ def attend(
         scale = float(scale) if isinstance(scale, int) else scale
     if alibi_slopes is not None:
         if mask is not None:
-            msg = "attn_mask and alibi_slopes are both given; add the bias to attn_mask, and leave alibi_slopes out"
+            msg = "attn_mask and alibi_slopes are both given; add the bias to attn_mask, and remove alibi_slopes"
             raise ArgumentError(msg)
         mask = expand_slopes(alibi_slopes, q, cu_seqlens_q)
     left, right = (-1, -1) if window is None else _sides(window)
@@ -314,7 +314,7 @@ def attend(
         arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
         softcap = float(softcap)
     if num_splits < 0 or (consistent and num_splits > 1):
-        needed = "leave it out where consistent is True" if consistent else "0 lets the kernels choose"
+        needed = "remove it if consistent is True" if consistent else "0 lets the kernels choose"
         msg = f"num_splits must be from 0 to 32 ({needed}); found {num_splits}"
         raise ArgumentError(msg)
     right = 0 if causal and right >= -1 else right
@@ -402,6 +402,6 @@ def _sides(window: Any) -> Window:
     try:
         left, right = window
     except (TypeError, ValueError) as error:
-        msg = f"window must be (left, right), two numbers of keys, -1 for no limit; found {window!r}; write (n, 0) for the n keys before"
+        msg = f"window must be (left, right), two numbers of keys, -1 for no limit; found {window!r}; use (n, 0) for the n keys before"
         raise ArgumentTypeError(msg) from error
     return left, right

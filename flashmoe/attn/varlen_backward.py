@@ -103,7 +103,7 @@ def _refuse_wide(given: VarlenBackward, *, has_dropout: bool) -> None:
         return
     head_dim = max(given.q.shape[-1], given.v.shape[-1])
     if head_dim > MAX_GPU_OPTIONS_HEAD_DIM:
-        what = "the gradient of dropout" if has_dropout else "the gradient of ragged or banded attention"
+        what = "the gradient of dropout" if has_dropout else "the gradient of packed or windowed attention"
         wide = broken("attention.wide", what=what, head_dim=head_dim, most=MAX_GPU_OPTIONS_HEAD_DIM)
         raise wide
 

@@ -418,7 +418,7 @@ def _flash_attn_backward(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return flash_attn_gpu.bwd(*tensors, None, 0.0, scale, *scores)[3]
     if max_seqlen_q is None or max_seqlen_k is None:
-        msg = "max_seqlen_q and max_seqlen_k go with cu_seqlens_q and cu_seqlens_k; give the longest sequences' lengths"
+        msg = "cu_seqlens_q and cu_seqlens_k need max_seqlen_q and max_seqlen_k; pass the longest sequences' lengths"
         raise ArgumentError(msg)
     lengths = (cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     return flash_attn_gpu.varlen_bwd(*tensors, *lengths, 0.0, scale, False, *scores)[3]

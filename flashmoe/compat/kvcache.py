@@ -48,7 +48,7 @@ def attend_cache(
     """
     if cache_batch_idx is not None:
         if block_table is not None:
-            msg = "cache_batch_idx goes with dense caches; pages are found by block_table alone: leave cache_batch_idx out"
+            msg = "cache_batch_idx is only used with dense caches; block_table selects pages; remove cache_batch_idx"
             raise ArgumentError(msg)
         block_table = cache_batch_idx.unsqueeze(1)  # each sequence's cache counts as one page
     options = {**options, "num_splits": min(options["num_splits"], MAX_SPLITS)}
@@ -60,7 +60,7 @@ def attend_cache(
         arguments.check_table(used, added, block_table, k_cache.shape[1])
     if rotary_cos is not None or rotary_sin is not None:
         if rotary_cos is None or rotary_sin is None or k is None:
-            msg = "rotary_cos and rotary_sin belong together, with new keys k and v to rotate; give them all"
+            msg = "rotary_cos and rotary_sin must be passed together, with new keys k and v to rotate; pass all of them"
             raise ArgumentError(msg)
         first = used if rotary_first is None else rotary_first
         is_local = options["causal"] or options["window"] is not None

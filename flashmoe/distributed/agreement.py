@@ -37,7 +37,7 @@ def ranks_of(group: ProcessGroup | None) -> tuple[ProcessGroup, int, int]:
     found = dist.distributed_c10d._get_default_group() if group is None else group
     rank = dist.get_rank(found)
     if rank < 0:
-        msg = "this process is not in the group that was given; call from the group's ranks only"
+        msg = "this process is not in the group; call only from the group's ranks"
         raise DistributedError(msg)
     return found, rank, dist.get_world_size(found)
 
@@ -82,7 +82,7 @@ def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: time
             fields = [field for field in stated if theirs.get(field) != json.loads(json.dumps(stated[field]))]
             used.asks = ""
             told = "; ".join(f"{f} is {stated[f]} on rank {rank} and {theirs.get(f)} on rank {other}" for f in fields)
-            msg = f"the ranks of {call} disagree: {told}; call it with the same on all of the group's {size} ranks"
+            msg = f"the ranks of {call} disagree: {told}; call it with the same arguments on all of the group's {size} ranks"
             raise DistributedError(msg)
     used.asks = ""
     _agreed[key] = stated

@@ -71,12 +71,10 @@ def context_parallel_attention(
         raise ArgumentError(msg)
     check_scalars(scale, causal, return_lse)
     if q.dim() != 4 or k.dim() != 4 or q.shape[2] != k.shape[2]:
-        msg = (
-            f"q has shape {list(q.shape)} and k {list(k.shape)}; both need [B, heads, S / W, D] with the same part of S"
-        )
+        msg = f"q has shape {list(q.shape)} and k {list(k.shape)}; both must be [B, heads, S / W, D] with the same slice of S"
         raise ShapeError(msg)
     if causal and q.shape[2] % 2:
-        msg = f"a rank's part has {q.shape[2]} queries; with causal=True it is two pieces of equal length: pad S to a multiple of {2 * size}"
+        msg = f"a rank has {q.shape[2]} queries; with causal=True it needs two chunks of equal length: pad S to a multiple of {2 * size}"
         raise ShapeError(msg)
     said = {
         "q": list(q.shape),

@@ -81,7 +81,7 @@ def _same(names: Sequence[str], placement: Any) -> dict[str, Any]:
 _QKV = ("q", "k", "v")
 _DENSE = ("batch", "heads", "sequence", "head_dim")
 _RAGGED = ("rows of all sequences", "heads", "head_dim")
-_SEQUENCES = "for a divided sequence use flashmoe.distributed.context_parallel_attention"
+_SEQUENCES = "for a sharded sequence use flashmoe.distributed.context_parallel_attention"
 
 
 def _key_heads(given: Given) -> int:
@@ -168,7 +168,7 @@ _CACHE_AXES = MappingProxyType(dict.fromkeys(("k_cache", "v_cache", "k_new", "v_
 
 
 # The experts' layer.
-_EXPERTS = "for tokens and experts divided over the same ranks use flashmoe.distributed.ExpertParallel"
+_EXPERTS = "for tokens and experts sharded over the same ranks use flashmoe.distributed.ExpertParallel"
 _LAYER_AXES = MappingProxyType(
     {
         "x": (("tokens", "hidden size"),),
@@ -255,13 +255,13 @@ def _route_shapes(given: Given, _: Given) -> Shapes:
 
 
 # Products of groups of rows: a [M, K], b [E, K, N]; or a [N, M], b [M, K], grouped along M.
-_ROWS_ADVICE = "groups of rows have no common length, so neither rows nor experts are divided"
+_ROWS_ADVICE = "groups of rows have no common length, so neither rows nor experts can be sharded"
 
 
 def _grouped_divisions(_: Given) -> list[Division]:
     return [
         Division("columns", {"b": Shard(2)}, (Shard(1),)),
-        Division("the size that is summed over", {"a": Shard(1), "b": Shard(1)}, (Partial(),)),
+        Division("the reduction dimension", {"a": Shard(1), "b": Shard(1)}, (Partial(),)),
     ]
 
 
@@ -308,7 +308,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _append_divisions,
             0,
             lambda *_: [],
-            "keep a cache whole along its keys",
+            "do not shard a cache along its keys",
         ),
         "_fused_moe": Rule(
             "fused_moe", _LAYER_AXES, _layer_divisions(_layer_outputs(5)), 6, _layer_shapes, _EXPERTS, _prepare_layer
@@ -338,7 +338,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
             _route_divisions,
             3,
             _route_shapes,
-            "a choice needs all of a token's logits",
+            "routing needs all of a token's logits",
         ),
         "grouped_mm": Rule(
             "grouped_mm",

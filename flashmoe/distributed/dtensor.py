@@ -84,7 +84,7 @@ def _refuse_plain(rule: Rule, given: Mapping[str, Any]) -> None:
     for name in rule.main:
         value = given.get(name)
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            msg = f"{name} is a plain tensor beside DTensors; make it one with DTensor.from_local or distribute_tensor"
+            msg = f"{name} is a plain tensor among DTensors; convert it with DTensor.from_local or distribute_tensor"
             raise ArgumentError(msg)
 
 

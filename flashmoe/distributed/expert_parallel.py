@@ -104,7 +104,7 @@ class ExpertParallel:
         """
         _check(x, topk_weights, topk_ids, options)
         if self.dispatch_dtype is not None and x.shape[1] % BLOCK:
-            msg = f"x has {x.shape[1]} columns; dispatch_dtype has a scale for each {BLOCK}: pad H to a multiple, or leave dispatch_dtype out"
+            msg = f"x has {x.shape[1]} columns; dispatch_dtype has one scale per {BLOCK}; pad H to a multiple, or remove dispatch_dtype"
             raise ShapeError(msg)
         said = {
             "experts": list(w13.shape),
@@ -183,7 +183,7 @@ class ExpertParallel:
 def _check(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, options: dict[str, Any]) -> None:
     for name in ("expert_map", "weights_on_input", "out"):
         if name in options:
-            msg = f"{name} is given; ExpertParallel does not take it: leave it out"
+            msg = f"{name} is given; ExpertParallel does not support it; remove it"
             raise ArgumentError(msg)
     is_matrix = x.dim() == topk_ids.dim() == 2
     if not is_matrix or topk_ids.shape[0] != x.shape[0] or topk_weights.shape != topk_ids.shape:

@@ -116,7 +116,7 @@ def blamed(beats: Beats, used: Used, still: list[int], behind: list[int]) -> str
     heartbeats, only those that are also behind are named if there are any: the others may have stopped because of them."""
     name, rank = used.name, used.rank
     first = [one for one in still if beats[one]["begun"].get(name, 0) < used.begun]
-    said = [f"rank {one} has ended or is stopped: it gives no sign of life" for one in first or still]
+    said = [f"rank {one} has ended or is stopped: its heartbeat does not change" for one in first or still]
     for one in () if still else behind:
         asks, begun = beats[one]["asks"].get(name), beats[one]["begun"].get(name, 0)
         if asks:

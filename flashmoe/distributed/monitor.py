@@ -127,7 +127,7 @@ class Monitor:
             group: Any = used.group()
             group._get_backend(torch.device("cuda")).abort()
         if is_waiting and not used.is_told.wait(_margin(used)) and dist.is_initialized():
-            print("flashmoe: the caller does not come back: the process ends", file=sys.stderr, flush=True)
+            print("flashmoe: the caller does not return; ending the process", file=sys.stderr, flush=True)
             os.abort()
 
 

@@ -61,7 +61,7 @@ def route(
     try:
         sdpa._validate_sdpa_input(query, key, value, attn_mask, dropout_p, is_causal, scale)
     except ValueError as error:
-        return Route(Path.TORCH, f"torch refuses these jagged tensors: {error}")
+        return Route(Path.TORCH, f"torch rejects these jagged tensors: {error}")
     query, key, value, _ = sdpa._autocast(query, key, value, None)
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     if query.dim() > 3 and query._ragged_idx == 1:  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ def route(
     if choice != SDPBackend.FLASH_ATTENTION:
         return Route(Path.TORCH, _reason(choice, query, key, value))
     return Route(
-        Path.FLASHMOE, "torch hands these jagged tensors to its flash backend, whose place flashmoe takes while active"
+        Path.FLASHMOE, "torch runs these jagged tensors on its flash backend, which flashmoe replaces while active"
     )
 
 
@@ -92,17 +92,19 @@ def _why(query: Tensor, key: Tensor, value: Tensor) -> str:
     if not torch.backends.cuda.flash_sdp_enabled():
         return "flash is switched off (sdpa_kernel or torch.backends.cuda.enable_flash_sdp)"
     if query.device.type != "cuda":
-        return f"flash takes jagged tensors on a GPU, not on {query.device.type}"
+        return f"flash supports jagged tensors on a GPU, not on {query.device.type}"
     if query.dtype not in DTYPES:
-        return f"flash takes float16 and bfloat16, not {query.dtype}"
+        return f"flash supports float16 and bfloat16, not {query.dtype}"
     q, k, v = query.shape, key.shape, value.shape
     if not len(q) == len(k) == len(v) == 4:
-        return f"flash takes four dimensions [B, H, S, D], not {len(q)}"
+        return f"flash supports four dimensions [B, H, S, D], not {len(q)}"
     if not q[3] == k[3] == v[3] or q[3] % 8 != 0 or q[3] > MAX_HEAD_DIM:
         found = f"{q[3]}, {k[3]} and {v[3]}"
-        return f"flash takes one head dim for query, key and value, a multiple of 8 up to {MAX_HEAD_DIM}, not {found}"
+        return (
+            f"flash supports one head dim for query, key and value, a multiple of 8 up to {MAX_HEAD_DIM}, not {found}"
+        )
     if not q[1] == k[1] == v[1]:
-        return f"flash takes one number of heads for query, key and value, not {q[1]}, {k[1]} and {v[1]}"
+        return f"flash supports one number of heads for query, key and value, not {q[1]}, {k[1]} and {v[1]}"
     if any(tensor._get_min_seqlen() == 0 for tensor in (query, key, value)):  # type: ignore[attr-defined]
-        return "flash takes no empty sequence"
-    return "torch.backends.cuda.can_use_flash_attention(..., debug=True) tells what flash does not take"
+        return "flash does not support empty sequences"
+    return "torch.backends.cuda.can_use_flash_attention(..., debug=True) says why flash does not support them"

@@ -132,7 +132,7 @@ def fused_moe(
             layer, scales, out, precision=precision, weights_on_input=weights_on_input, quantized=quantized
         )
     if quantized is not None:
-        msg = "quantized is given without precision='fp8', whose products take it; give both, or neither"
+        msg = "quantized is given without precision='fp8'; pass both, or neither"
         raise ArgumentError(msg)
     if mxfp4.is_mxfp4(layer, scales):
         return mxfp4.call_mxfp4(layer, scales, out, weights_on_input=weights_on_input)
@@ -168,7 +168,7 @@ def _call(layer: Layer, out: Tensor | None) -> Tensor:
 
 def _refuse_out_with_gradient(out: Tensor | None, *, is_needed: bool) -> None:
     if out is not None and is_needed:
-        msg = "out= is given, but a gradient is to be recorded; leave out= away, or call under torch.no_grad()"
+        msg = "out= is given, but a gradient is requested; remove out=, or call under torch.no_grad()"
         raise ArgumentError(msg)
 
 

@@ -28,10 +28,10 @@ from flashmoe.moe.options import Layer, Routing
 from flashmoe.operator import keep_nothing
 from flashmoe.transforms import autocasted, function_under_transforms, has_tangent, merge_batches
 
-_NO_FORWARD_MODE = "flashmoe.{} has no forward-mode derivative; use reverse mode, or compose it of torch's operators"
-_ONCE = "flashmoe.fused_moe can be differentiated once; this asked for a second derivative. Compose the layer of torch's operators for it"
+_NO_FORWARD_MODE = "flashmoe.{} has no forward-mode derivative; use reverse mode, or build it from torch's operators"
+_ONCE = "flashmoe.fused_moe can be differentiated once; a second derivative was requested. Build the layer from torch's operators for it"
 _NOT_BATCHED = (
-    "flashmoe.fused_moe takes no is_grads_batched=True; ask for one gradient at a time, or use torch.vmap over the function of "
+    "flashmoe.fused_moe does not support is_grads_batched=True; request one gradient at a time, or use torch.vmap over the function of "
     "torch.func.vjp"
 )
 # The arguments that autocast casts. topk_weights may stay float32.
@@ -88,9 +88,7 @@ def _layer_gradient(backward: Callable[..., Gradients], ctx: Any, grad_out: Tens
     found: dict[str, Tensor | None] = {}
     if needs:
         if not ctx.is_kept:
-            msg = (
-                "_fused_moe was called with keep=False, so nothing was kept for a backward pass; call it with keep=True"
-            )
+            msg = "_fused_moe was called with keep=False, so nothing was saved for the backward pass; call it with keep=True"
             raise ArgumentError(msg)
         found = dict(zip(GRADIENTS, backward(grad_out, *ctx.saved_tensors, *ctx.words, needs), strict=True))
     dweights = found.get("topk_weights")

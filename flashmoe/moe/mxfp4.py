@@ -34,14 +34,14 @@ def call_mxfp4(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_i
     """``fused_moe`` with uint8 weights."""
     for name, is_given in {"transposed": layer.transposed, "weights_on_input": weights_on_input}.items():
         if is_given:
-            msg = f"{name} is given with mxfp4 (uint8) weights, which do not support it; leave it out, or give bfloat16 weights"
+            msg = f"{name} is given with mxfp4 (uint8) weights, which do not support it; remove it, or pass bfloat16 weights"
             raise ArgumentError(msg)
     packed = [is_packed(weights) for weights in (layer.w13, layer.w2)]
     if any(packed):
         _check_packed(packed, scales)
     for name, scale in (("w13_scale", scales.w13), ("w2_scale", scales.w2)):
         if scale is None and not any(packed):
-            msg = f"{name} is None; mxfp4 (uint8) weights need w13_scale and w2_scale; give both, or bfloat16 weights"
+            msg = f"{name} is None; mxfp4 (uint8) weights need w13_scale and w2_scale; pass both, or bfloat16 weights"
             raise ArgumentError(msg)
     if scales.x is not None:
         msg = "x_scale is given with mxfp4 (uint8) weights, whose x is bfloat16; leave it out"
@@ -63,7 +63,7 @@ def _check_packed(packed: list[bool], scales: Scales) -> None:
         msg = f"w{'2' if packed[0] else '13'} is not packed, and the other weights are; pack both, or neither (flashmoe.pack_mxfp4)"
         raise ArgumentError(msg)
     if scales.w13 is not None or scales.w2 is not None:
-        msg = "scales are given with packed mxfp4 weights, which hold theirs (flashmoe.pack_mxfp4); leave w13_scale and w2_scale out"
+        msg = "scales are given with packed mxfp4 weights, which contain their scales (flashmoe.pack_mxfp4); remove w13_scale and w2_scale"
         raise ArgumentError(msg)
 
 

@@ -67,7 +67,7 @@ def pack_mxfp4(codes: Tensor, scales: Tensor, *, gated: Layout | None = None) ->
     experts, n, k = codes.shape[0], codes.shape[1], 2 * codes.shape[2]
     needed = [experts, n, k // BLOCK]
     if list(scales.shape) != needed or scales.device != codes.device:
-        msg = f"scales has shape {list(scales.shape)} on {scales.device}; {needed} on {codes.device} is needed, a scale for each {BLOCK}"
+        msg = f"scales has shape {list(scales.shape)} on {scales.device}; {needed} on {codes.device} is needed, one scale per {BLOCK} values"
         raise ShapeError(msg)
     packed = codes.new_empty((experts, n // SIDE, k // SIDE, BLOCK_BYTES))
     rows = _row_order(n, gated).to(codes.device)

@@ -52,11 +52,11 @@ def call_scaled(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_
     unsupported |= {"transposed": layer.transposed, "weights_on_input": weights_on_input}
     for name, is_given in unsupported.items():
         if is_given:
-            msg = f"{name} is given with float8_e4m3fn weights, which do not support it; leave it out, or give bfloat16 weights"
+            msg = f"{name} is given with float8_e4m3fn weights, which do not support it; remove it, or pass bfloat16 weights"
             raise ArgumentError(msg)
     for name, scale in (("w13_scale", scales.w13), ("w2_scale", scales.w2)):
         if scale is None:
-            msg = f"{name} is None; float8_e4m3fn weights need w13_scale and w2_scale; give both, or bfloat16 weights"
+            msg = f"{name} is None; float8_e4m3fn weights need w13_scale and w2_scale; pass both, or bfloat16 weights"
             raise ArgumentError(msg)
     given: dict[str, Any] = {name: getattr(layer, name) for name in ScaledLayer._fields if name in Layer._fields}
     given |= {"w13_scale": scales.w13, "w2_scale": scales.w2, "x_scale": scales.x}
@@ -108,10 +108,7 @@ def refuse_gradients(values: tuple[Any, ...], weights: str) -> None:
     if not is_requested and not is_compiling() and transforms_are_active():
         is_requested = any(torch._C._functorch.is_gradtrackingtensor(tensor) for tensor in tensors)
     if is_requested:
-        msg = (
-            f"a gradient is requested, and fused_moe with {weights} weights has none; call it under torch.no_grad(), or give "
-            "bfloat16 weights"
-        )
+        msg = f"a gradient is requested, and fused_moe with {weights} weights has none; call it under torch.no_grad(), or pass bfloat16 weights"
         raise DifferentiationError(msg)
 
 

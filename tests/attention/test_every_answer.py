@@ -49,7 +49,7 @@ def of(*shape: int, device: torch.device = CPU, dtype: torch.dtype = F32, grad: 
         ((8, 2, None, 0), "head_dim must be at least 1; found 0"), ((0, 2, None, 4), "dim must be at least 1; found 0"),
         ((8, 0, None, 4), "heads must be at least 1; found 0"), ((8, 2, 0, 4), "kv_heads must be at least 1; found 0"),
         ((8, 4, 3, 4), "heads must be a multiple of kv_heads; found 4 and 3; use a divisor of 4"),
-        ((7, 2, None, None), "dim must be a multiple of heads; found 7 and 2; change one, or give head_dim"),
+        ((7, 2, None, None), "dim must be a multiple of heads; found 7 and 2; change one, or pass head_dim"),
     ],
 )  # fmt: skip
 def test_sizes_of_a_module(sizes: Any, told: Any) -> None:
@@ -157,7 +157,7 @@ def test_what_belongs_to_codes_alone() -> None:
         given[at] = BF16 if at == 3 else 1.0
         assert fp8.concerns(wide, *given)
         name = ("q_scale", "k_scale", "v_scale", "out_dtype")[at]
-        told = f"{name} belongs to q, k and v of torch.float8_e4m3fn; found torch.float32; leave it out, or quantise all three"
+        told = f"{name} is only used with q, k and v of torch.float8_e4m3fn; found torch.float32; leave it out, or quantise all three"
         with pytest.raises(ArgumentError, match=re.escape(told)):
             fp8._refuse_wide(wide, tuple(given[:3]))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="found list"):
@@ -178,7 +178,7 @@ def test_codes_under_a_transform() -> None:
             given: Any = {"cache_seqlens": lengths, "return_lse": with_lse}
             return flashmoe.attention_with_kvcache(rows, keys, keys, **given)
 
-        with pytest.raises(ArgumentError, match=r"no transform of torch\.func"):
+        with pytest.raises(ArgumentError, match=r"torch\.func's transforms"):
             torch.func.vmap(call)(q, codes)
 
 
@@ -187,7 +187,7 @@ def test_windows(wrong: Any) -> None:
     if wrong is None or wrong == "ab":
         assert varlen._sides((1, -1)) == (1, -1)
         return
-    with pytest.raises(ArgumentTypeError, match=re.escape(f"found {wrong!r}; write (n, 0) for the n keys before")):
+    with pytest.raises(ArgumentTypeError, match=re.escape(f"found {wrong!r}; use (n, 0) for the n keys before")):
         varlen._sides(wrong)
 
 
@@ -197,7 +197,7 @@ def test_keys_without_their_mean() -> None:
         (
             ROWS.double(),
             DtypeError,
-            "k must be float16, bfloat16 or float32; found torch.float64; smooth keys before they are quantised",
+            "k must be float16, bfloat16 or float32; found torch.float64; smooth keys before quantising them",
         ),
         (
             ROWS[0],
@@ -225,7 +225,7 @@ def test_parts_of_other_kinds(name: str) -> None:
     }
     first = f"{name[:-1]}a"
     other = torch.int32 if name == first else torch.float32
-    both = "both parts must have one floating dtype; found {found}; convert them with .to()"
+    both = "both results must have one floating dtype; found {found}; convert them with .to()"
     for wrong, error, told in (
         (3, ArgumentTypeError, f"{name} must be a torch.Tensor, as the attention functions return it; found int"),
         (parts[name].to("meta"), DeviceError, f"{name} must be on out_a's device; found meta and cpu; move it with .to(out_a.device)"),
@@ -394,7 +394,7 @@ def test_pages_and_ragged_masks_have_no_gradient() -> None:
     none = dict.fromkeys(autograd.VarlenBackward._fields)
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
         given: Any = autograd.VarlenBackward(**{**none, "mask": ROWS, name: ENDS})  # type: ignore[arg-type]
-        with pytest.raises(DifferentiationError, match="has no gradient for a mask"):
+        with pytest.raises(DifferentiationError, match="has no gradient for attn_mask"):
             autograd._check_mask_gradient(given)
     slopes: Any = autograd.VarlenBackward(**{**none, "mask": torch.zeros(2, 2)})  # type: ignore[arg-type]
     with pytest.raises(FlashmoeError, match="no gradient for alibi_slopes"):

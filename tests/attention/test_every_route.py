@@ -54,9 +54,9 @@ from .test_every_answer import BF16, CALLS, CPU, ENDS, F16, F32, GPU, ROWS, of
         ((4, 3, 8), (2, 4, 8), (2, 4, 8), True, None),
         ((4, 3, 8), (2, 4, 8), (2, 4, 8), False, "batch shapes (4,), (2,) and (2,) do not broadcast"),
         ((4, 3, 8), (1, 4, 8), (4, 4, 8), False, None),
-        ((4, 3, 8), (2, 4, 8), (1, 4, 8), True, "query heads 4, key heads 2 and value heads 1 form no groups"),
-        ((4, 3, 8), (3, 4, 8), (3, 4, 8), True, "query heads 4, key heads 3 and value heads 3 form no groups"),
-        ((4, 3, 8), (0, 4, 8), (0, 4, 8), True, "query heads 4, key heads 0 and value heads 0 form no groups"),
+        ((4, 3, 8), (2, 4, 8), (1, 4, 8), True, "query heads 4, key heads 2 and value heads 1 are not divisible into groups"),
+        ((4, 3, 8), (3, 4, 8), (3, 4, 8), True, "query heads 4, key heads 3 and value heads 3 are not divisible into groups"),
+        ((4, 3, 8), (0, 4, 8), (0, 4, 8), True, "query heads 4, key heads 0 and value heads 0 are not divisible into groups"),
         ((2, 4, 3, 8), (3, 2, 4, 8), (3, 2, 4, 8), True, "batch shapes (2,), (3,) and (3,) do not broadcast"),
         ((2, 4, 3, 8), (1, 2, 4, 8), (2, 2, 4, 8), True, None),
     ],
@@ -74,8 +74,8 @@ def test_which_shapes_stay(
         (256, GPU, (7, 5), 0.5, "qkvm", None), (512, CPU, (7, 5), 0.5, "qkvm", None),
         (257, GPU, (7, 5), 0.0, "", "head dim 257 needs compute capability 8.0; this GPU is older"),
         (257, GPU, (8, 0), 0.0, "", None), (257, torch.device("meta"), (7, 5), 0.0, "", None),
-        (257, GPU, (9, 0), 0.1, "q", "dropout has head dims up to 256 on a GPU, not 257"),
-        *((257, GPU, (9, 0), 0.0, one, "gradients have head dims up to 256 on a GPU, not 257") for one in "qkvm"),
+        (257, GPU, (9, 0), 0.1, "q", "dropout supports head dims up to 256 on a GPU, not 257"),
+        *((257, GPU, (9, 0), 0.0, one, "gradients support head dims up to 256 on a GPU, not 257") for one in "qkvm"),
     ],
 )  # fmt: skip
 def test_wide_heads_on_a_gpu(
@@ -141,12 +141,12 @@ def test_which_devices_stay(devices: tuple[torch.device, ...], told: str | None)
         ({"scale": float("nan")}, "scale is not a finite number"), ({"scale": "1"}, "scale is not a finite number"),
         ({"query": 3}, "an input is a int, not a tensor"), ({"value": None}, "an input is a NoneType, not a tensor"),
         ({"key": ROWS.to_sparse()}, sdpa_dispatch.NESTED),
-        ({"attn_mask": torch.zeros(4, 4), "is_causal": True}, "attn_mask and is_causal are both given, which torch refuses"),
+        ({"attn_mask": torch.zeros(4, 4), "is_causal": True}, "attn_mask and is_causal are both given, which torch rejects"),
         ({"attn_mask": 1.0}, "attn_mask is not a dense tensor"), ({"attn_mask": torch.zeros(4, 4).to_sparse()}, "attn_mask is not a dense tensor"),
         ({"attn_mask": torch.zeros(4, 4, dtype=F16)},
-         "attn_mask is torch.float16 on cpu; flashmoe takes bool or query's dtype, on its device"),
+         "attn_mask is torch.float16 on cpu; flashmoe supports bool or query's dtype, on query's device"),
         ({"attn_mask": torch.zeros(4, 4, device="meta")},
-         "attn_mask is torch.float32 on meta; flashmoe takes bool or query's dtype, on its device"),
+         "attn_mask is torch.float32 on meta; flashmoe supports bool or query's dtype, on query's device"),
         ({"attn_mask": torch.zeros(4, 5)}, "attn_mask does not broadcast to the scores"),
         ({"attn_mask": torch.zeros(1, 2, 3, 4, 4)}, "attn_mask does not broadcast to the scores"),
         *(({"attn_mask": torch.zeros(shape)}, None) for shape in ((), (4,), (1, 1), (3, 4, 1), (2, 3, 4, 4), (2, 1, 1, 4))),
@@ -159,11 +159,11 @@ def test_why_a_call_goes_to_torch(given: dict[str, Any], told: str | None) -> No
     assert sdpa_dispatch.find_obstacle(*call.values()) == told
     if told is None:
         route = sdpa_dispatch.explain(**call)
-        assert (str(route.path), route.reason) == ("flashmoe", "everything asked for is supported")
+        assert (str(route.path), route.reason) == ("flashmoe", "all arguments are supported")
 
 
 def test_lengths_that_would_be_read_past() -> None:
-    with pytest.raises(ShapeError, match="key and value must have one length; found 4 and 5; cut or pad one of them"):
+    with pytest.raises(ShapeError, match="key and value must have one length; found 4 and 5; slice or pad one of them"):
         sdpa_dispatch.refuse_unequal_lengths(ROWS, torch.zeros(2, 3, 5, 8))
     for other in (ROWS[..., :1], None, torch.zeros(5), torch.zeros(2, 3, 5, 8).to_sparse()):
         sdpa_dispatch.refuse_unequal_lengths(ROWS, other)

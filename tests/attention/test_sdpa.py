@@ -301,7 +301,7 @@ def test_subclasses_and_parameters_are_taken(device: str) -> None:
 
 BROKEN: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "heads without enable_gqa": ((2, 8, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), {}),
-    "heads that form no groups": ((2, 8, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8), {"enable_gqa": True}),
+    "heads that are not divisible into groups": ((2, 8, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8), {"enable_gqa": True}),
     "batch sizes": ((2, 4, 5, 8), (3, 4, 7, 8), (3, 4, 7, 8), {}),
     "head dims": ((2, 4, 5, 8), (2, 4, 7, 16), (2, 4, 7, 16), {}),
     "one dimension": ((8,), (8,), (8,), {}),
@@ -317,7 +317,7 @@ def test_wrong_arguments_raise_torchs_own_errors(name: str) -> None:
         torch_attention(q, k, v, **options)
     with pytest.raises(type(theirs.value)) as ours:
         flashmoe.scaled_dot_product_attention(q, k, v, **options)
-    hint = " (query has 8 heads and key 2: give enable_gqa=True)" if name == "heads without enable_gqa" else ""
+    hint = " (query has 8 heads and key 2: pass enable_gqa=True)" if name == "heads without enable_gqa" else ""
     assert str(ours.value) == f"{theirs.value}{hint}"
     assert flashmoe.explain(q, k, v, **options).path is Path.TORCH
 

@@ -152,7 +152,7 @@ def _words(error: Exception) -> str:
     After torch's message about sizes that do not match, flashmoe may add the option for grouped heads.
     """
     text = re.sub(
-        r"(The size of tensor a .*) \(query has \d+ heads and key \d+: give enable_gqa=True\)$", r"\1", str(error)
+        r"(The size of tensor a .*) \(query has \d+ heads and key \d+: pass enable_gqa=True\)$", r"\1", str(error)
     )
     for position in range(1, 9):
         text = text.replace(f" (position {position})", "")

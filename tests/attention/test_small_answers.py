@@ -192,7 +192,7 @@ def test_only_torch_s_own_words_about_sizes_are_explained(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("consistent", [False, True])
 def test_what_is_needed_of_num_splits(consistent: bool) -> None:
     q, ends = torch.zeros(2, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
-    words = "leave it out where consistent is True" if consistent else "0 lets the kernels choose"
+    words = "remove it if consistent is True" if consistent else "0 lets the kernels choose"
     with pytest.raises(ArgumentError, match=f"from 0 to 32 \\({words}\\); found -1"):
         flashmoe.attention_varlen(q, q, q, ends, ends, 2, 2, num_splits=-1, consistent=consistent)
 
@@ -267,7 +267,7 @@ def test_a_gradient_of_wide_heads_is_refused_on_a_gpu(has_dropout: bool) -> None
     varlen_backward._refuse_wide(SimpleNamespace(q=OnGpu(most), v=OnGpu(most)), has_dropout=has_dropout)  # type: ignore[arg-type]
     for sizes in ((most + 8, 64), (64, most + 8)):
         q, v = map(OnGpu, sizes)
-        what = "dropout" if has_dropout else "ragged or banded attention"
+        what = "dropout" if has_dropout else "packed or windowed attention"
         with pytest.raises(FlashmoeError, match=f"the gradient of {what}.*{most + 8}"):
             varlen_backward._refuse_wide(SimpleNamespace(q=q, v=v), has_dropout=has_dropout)  # type: ignore[arg-type]
 
@@ -355,7 +355,7 @@ def test_a_consistent_call_has_one_split() -> None:
     ends, q = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(3, 1, 8)
     for splits in (0, 1):
         flashmoe.attention_varlen(q, q, q, ends, ends, 3, 3, consistent=True, num_splits=splits)
-    with pytest.raises(ArgumentError, match="leave it out where consistent is True"):
+    with pytest.raises(ArgumentError, match="remove it if consistent is True"):
         flashmoe.attention_varlen(q, q, q, ends, ends, 3, 3, consistent=True, num_splits=2)
 
 

@@ -96,7 +96,7 @@ def test_hearts_that_beat_are_no_error(world: _World, capsys: pytest.CaptureFixt
 
 def test_a_heart_that_stops_ends_what_waits(world: _World, capsys: pytest.CaptureFixture[str]) -> None:
     world.pass_time(3)
-    assert "rank 2 has ended or is stopped: it gives no sign of life" in _until_told(world, 40, silent=2)
+    assert "rank 2 has ended or is stopped: its heartbeat does not change" in _until_told(world, 40, silent=2)
     assert "rank 2 has ended" in capsys.readouterr().err
     with pytest.raises(DistributedError, match="rank 2 has ended"):
         world.used.begin("ExpertParallel")

@@ -98,7 +98,7 @@ GPU_CASES = {
     "float32": Case("cuda", "efficient attention", FLOAT32, torch.float32),
     "float32-compiled": Case("cuda", "efficient attention", FLOAT32, torch.float32, is_compiled=True),
     "head-dims": Case("cuda", "efficient attention", "a multiple of 8 up to 256, not 64, 64 and 32", head_dim_v=32),
-    "empty": Case("cuda", "math", "no empty sequence", lengths=(10, 0, 13)),
+    "empty": Case("cuda", "math", "empty sequences", lengths=(10, 0, 13)),
     "efficient": Case(
         "cuda", "efficient attention", "switched off", settings=partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION)
     ),

@@ -150,7 +150,7 @@ def test_a_wrong_slot_is_named(slots: Tensor, error: type[FlashmoeError], words:
     cache = torch.zeros(2, 16, 656, dtype=torch.uint8)
     with pytest.raises(error, match=words):
         flashmoe.mla_append(torch.zeros(2, 2, 576).half(), cache, slots=slots)
-    with pytest.raises(ArgumentError, match="block_table belongs to cache_seqlens"):
+    with pytest.raises(ArgumentError, match="block_table is only used with cache_seqlens"):
         flashmoe.mla_append(
             torch.zeros(2, 2, 576).half(), cache, slots=slots.long().view(2, 2), block_table=LENGTHS[:, None]
         )

@@ -20,9 +20,7 @@ from flashmoe.integrations.transformers.latents import Latents
 
 NAME = "fmoe"
 PAGED_NAME = f"paged|{NAME}"
-NO_WEIGHTS = (
-    f"{NAME!r} attention has no weights for output_attentions=True to return; for them use attn_implementation='eager'"
-)
+NO_WEIGHTS = f"{NAME!r} attention cannot return weights for output_attentions=True; use attn_implementation='eager'"
 
 # Models that pass their sliding window to the attention function, so that it needs no mask tensor. Other models get
 # the window as a mask: correct, but of size [B, 1, Sq, Sk].
@@ -311,7 +309,7 @@ def _attend_packed(
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, has_packed_bias: bool) -> str | None:
     if has_packed_bias:
-        return "position_bias is given for packed sequences, which have no mask here"
+        return "position_bias is not supported for packed sequences"
     return sdpa_dispatch.find_obstacle(q, k, v, None, 0.0, False, None, True)
 
 
@@ -334,7 +332,7 @@ def _sdpa(
 
     if softcap or s_aux is not None:
         what = "a softcap" if softcap else "sinks"
-        msg = f"{obstacle}, and transformers' SDPA attention knows no {what}; use attn_implementation='eager'"
+        msg = f"{obstacle}, and transformers' SDPA attention does not support {what}; use attn_implementation='eager'"
         raise ArgumentError(msg)
     fallback.note_fallback(obstacle)
     if position_bias is not None:

@@ -54,7 +54,7 @@ def recognise_gate(experts: Any) -> Activation:
     Raises ArgumentError, with the module's name, if none matches.
     """
     if not getattr(experts, "has_gate", True):
-        msg = f"{type(experts).__name__} has no gate; fused_moe computes gated experts only; use another experts implementation"
+        msg = f"{type(experts).__name__} has no gate; fused_moe supports only gated experts; use another experts implementation"
         raise ArgumentError(msg)
     generator = torch.Generator().manual_seed(0)
     gate, up = (8 * torch.randn(_PROBE_ROWS, _PROBE_WIDTH, generator=generator) for _ in range(2))
@@ -67,7 +67,7 @@ def recognise_gate(experts: Any) -> Activation:
     for name, function in GATES.items():
         if torch.allclose(found, function(gate, up), rtol=1e-4, atol=1e-4):
             return name
-    msg = f"the gate of {type(experts).__name__} is none that fused_moe computes ({', '.join(GATES)}); {_OTHER}"
+    msg = f"the gate of {type(experts).__name__} is not one that fused_moe supports ({', '.join(GATES)}); {_OTHER}"
     raise ArgumentError(msg)
 
 

@@ -31,7 +31,7 @@ def obstacle(model: type) -> str | None:
     if model.__module__.startswith("transformers.") and dispatches and not (is_sdpa or is_backend):
         return "transformers says that its attention cannot be replaced"
     if getattr(getattr(model, "config_class", None), "model_type", None) in CHANGES_ITS_MASK:
-        return "it adds values to its layers' masks, which are boolean here"
+        return "it adds values to its layers' masks, which must be boolean here"
     return None
 
 

@@ -110,7 +110,7 @@ class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
             if capability and capability < FP8_CAPABILITY:
                 reasons.append(f"an fp8 cache needs compute capability 8.0; this GPU has {_dotted(capability)}")
             if configuration.get("use_batch_invariant"):
-                reasons.append("batch invariance is not claimed for fp8 caches")
+                reasons.append("batch invariance is not supported for fp8 caches")
         return reasons
 
 
@@ -190,9 +190,7 @@ class FlashmoeMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FlashmoeMetadata:
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
-            msg = (
-                "causal is a tensor, one value for each request; flashmoe takes one for the batch: use another backend"
-            )
+            msg = "causal is a tensor, one value for each request; flashmoe supports one for the batch; use another backend"
             raise ArgumentError(msg)
         return FlashmoeMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -240,7 +238,7 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
         self.softcap = float(logits_soft_cap or 0.0)
         self.is_consistent = bool(envs.VLLM_BATCH_INVARIANT)
         if self.is_consistent and self.alibi_slopes is not None:
-            msg = "VLLM_BATCH_INVARIANT=1 with ALiBi: flashmoe does not claim it; use --attention-backend FLASH_ATTN"
+            msg = "VLLM_BATCH_INVARIANT=1 is not supported with ALiBi; use --attention-backend FLASH_ATTN"
             raise ArgumentError(msg)
 
     def forward(
@@ -260,9 +258,7 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
         The new keys are already in kv_cache, except for encoders, which have no cache.
         """
         if output_scale is not None or output_block_scale is not None:
-            msg = (
-                "the output cannot be quantised by flashmoe's attention; leave attention's fusion with quantisation off"
-            )
+            msg = "flashmoe's attention cannot quantise its output; disable the fusion of attention with quantisation"
             raise NotImplementedError(msg)
         if attn_metadata is None:  # vLLM is profiling memory
             return output.fill_(0)

@@ -112,7 +112,7 @@ class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     ) -> None:
         """Writes to output [T, H] the weighted sum over each token's experts; weights that apply to inputs are already in hidden_states."""
         if getattr(self, "post_gemm2_hook", None) is not None:
-            msg = "post_gemm2_hook wants rows before they are weighted; fused_moe has none: unset FLASHMOE_VLLM_EXPERTS"
+            msg = "post_gemm2_hook needs rows before they are weighted, which fused_moe does not store; unset FLASHMOE_VLLM_EXPERTS"
             raise ArgumentError(msg)
         name, layout = ACTIVATIONS[activation]
         with torch.no_grad():
@@ -151,7 +151,7 @@ def obstacle(
 ) -> str | None:
     """Why fused_moe cannot compute these experts; None if it can."""
     if current_platform.is_cpu() and "is_monolithic" in vars(UnquantizedFusedMoEMethod):  # up to 0.28 at the most
-        return "this vLLM's experts on a CPU are one with their router"
+        return "on a CPU this vLLM fuses the experts with their router"
     is_supported, reason = experts.is_supported_config(
         experts, moe, weight_key, activation_key, FusedMoEActivationFormat.Standard
     )
@@ -160,13 +160,13 @@ def obstacle(
     sizes = {"hidden_dim": moe.hidden_dim, "intermediate_size_per_partition": moe.intermediate_size_per_partition}
     for name, size in sizes.items():
         if size % experts.multiple:
-            return f"{name} is {size}, no multiple of {experts.multiple}"
+            return f"{name} is {size}, which is not a multiple of {experts.multiple}"
     if moe.num_experts > MAX_EXPERTS or moe.experts_per_token > MAX_TOP_K:
         found = f"{moe.num_experts} experts, {moe.experts_per_token} for a token"
         return f"{found}; at most {MAX_EXPERTS} and {MAX_TOP_K}"
     dtypes = DTYPES["cpu" if current_platform.is_cpu() else "cuda"] if weight_key is None else (torch.bfloat16,)
     if moe.in_dtype not in dtypes:
-        return f"{moe.in_dtype} is none of {', '.join(map(str, dtypes))}"
+        return f"{moe.in_dtype} is not one of {', '.join(map(str, dtypes))}"
     given = {"gemm1_alpha": moe.swiglu_alpha, "gemm1_beta": moe.swiglu_beta, "gemm1_clamp_limit": moe.swiglu_limit}
     return gate_obstacle(moe.activation, _Gate(**given))
 

@@ -170,7 +170,7 @@ class FlashmoeMLAImpl(MLACommonImpl):  # type: ignore[misc]
         given["attn_type"] = None if attn_type == AttentionType.DECODER else attn_type
         for name, value in given.items():
             if value:
-                msg = f"{name} is {value}; flashmoe's latent attention has none: leave --attention-backend out"
+                msg = f"{name} is {value}; flashmoe's latent attention does not support it; remove --attention-backend"
                 raise ArgumentError(msg)
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,

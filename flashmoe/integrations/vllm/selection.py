@@ -35,7 +35,7 @@ def fall_back(selector: Any) -> None:
                 current_platform.is_cpu() or ours is not FlashmoeBackend
             ):  # on a CPU vLLM does not ask the backend, and it knows only one class by the name
                 if reasons:
-                    msg = f"{backend} cannot compute this model: {'; '.join(reasons)}; leave the backend out"
+                    msg = f"{backend} cannot run this model: {'; '.join(reasons)}; remove --attention-backend"
                     raise ArgumentError(msg)
                 return ours
         return choose(backend, attn_selector_config, num_heads, **more)
@@ -66,7 +66,7 @@ def _path(backend: type) -> str:
 
 def tell(what: str, reasons: str) -> None:
     """Warns once per process for each text."""
-    text = f"vLLM computes this model's {what}, not flashmoe: {reasons}; {FALLBACK_VARIABLE}=error refuses"
+    text = f"vLLM computes this model's {what}, not flashmoe: {reasons}; {FALLBACK_VARIABLE}=error rejects the model"
     if text not in _told:
         _told.add(text)
         warnings.warn(text, stacklevel=3)
