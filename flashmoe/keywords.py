@@ -75,7 +75,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def refuse_positional(function: str, given: Sequence[Any], names: Sequence[str], first: int) -> NoReturn:
+def raise_extra_positional(function: str, given: Sequence[Any], names: Sequence[str], first: int) -> NoReturn:
     """Raise for arguments after the ``first`` ones, the only positional arguments; ``names``: some keywords for the rest."""
     found = ", ".join(
         repr(one) if isinstance(one, (bool, int, float, str, type(None))) else f"a {type(one).__name__}"
@@ -86,7 +86,7 @@ def refuse_positional(function: str, given: Sequence[Any], names: Sequence[str],
     raise ArgumentTypeError(msg)
 
 
-def refuse(function: str, given: Iterable[str], known: Iterable[str], like: str = "") -> NoReturn:
+def raise_unknown(function: str, given: Iterable[str], known: Iterable[str], like: str = "") -> NoReturn:
     """Raise for the first keyword of ``given``; ``like``: the function in ``HINTS`` with the same arguments."""
     name, known = next(iter(given)), tuple(known)
     # torch.compile cannot trace difflib, and would report that instead of this message.

@@ -64,7 +64,7 @@ def attend(given: Varlen, dropout_p: float, rng_state: Tensor | None, return_lse
         return result if return_lse else result[0]
     try:
         if transforms_are_active():
-            result = autograd.dropout_under_transforms(*call)
+            result = autograd.varlen_under_transforms(*call, has_dropout=True)
         else:
             tensors = (given.q, given.k, given.v, given.sinks, given.mask)
             if has_tangent(*tensors):
@@ -79,7 +79,7 @@ def attend(given: Varlen, dropout_p: float, rng_state: Tensor | None, return_lse
     return result if return_lse else result[0]
 
 
-def refuse_codes() -> None:
+def raise_fp8_dropout() -> None:
     msg = "dropout_p is not supported with torch.float8_e4m3fn keys, which are for inference; remove dropout_p"
     raise ArgumentError(msg)
 
@@ -103,4 +103,4 @@ def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, ro
     if batch * heads * rows * keys > MOST_PROBABILITIES:
         msg = f"batch * heads * rows * keys is {batch * heads * rows * keys}; supported: up to 2^40; request fewer rows"
         raise ArgumentError(msg)
-    return philox.kept(rng_state, probability, range(batch), range(heads), rows, keys)
+    return philox.keep_mask(rng_state, probability, range(batch), range(heads), rows, keys)

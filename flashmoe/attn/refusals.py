@@ -16,13 +16,13 @@ NO_OUT_TRANSFORM = (
 )
 
 
-def refuse_gradient(*_: Any) -> NoReturn:
+def raise_no_gradient(*_: Any) -> NoReturn:
     raise DifferentiationError(NO_GRADIENT)
 
 
-def refuse_vmap(*_: Any) -> NoReturn:
+def raise_no_vmap(*_: Any) -> NoReturn:
     raise ArgumentError(NO_TRANSFORM)
 
 
-def refuse_vmap_out(*_: Any) -> NoReturn:
+def raise_no_vmap_out(*_: Any) -> NoReturn:
     raise ArgumentError(NO_OUT_TRANSFORM)

@@ -28,7 +28,7 @@ NESTED = "an input is nested or sparse; flashmoe supports dense tensors, and jag
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-class Path(str, Enum):
+class Backend(str, Enum):
     """The library whose attention runs."""
 
     FLASHMOE = "flashmoe"
@@ -42,7 +42,7 @@ class Path(str, Enum):
 class Route:
     """The path that a call takes, and the reason."""
 
-    path: Path
+    path: Backend
     reason: str
 
 
@@ -62,14 +62,14 @@ def explain(
     Raises ShapeError if key and value differ in length, as that function does.
     """
     if misspelt:
-        keywords.refuse("explain", misspelt, ARGUMENTS, like="scaled_dot_product_attention")
-    obstacle = find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if obstacle is None:
-        return Route(Path.FLASHMOE, "all arguments are supported")
-    if jagged_route is not None and obstacle == NESTED and are_jagged(query, key, value):
+        keywords.raise_unknown("explain", misspelt, ARGUMENTS, like="scaled_dot_product_attention")
+    unsupported_reason = find_unsupported(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if unsupported_reason is None:
+        return Route(Backend.FLASHMOE, "all arguments are supported")
+    if jagged_route is not None and unsupported_reason == NESTED and are_jagged(query, key, value):
         return jagged_route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    refuse_unequal_lengths(key, value)  # as the call does
-    return Route(Path.TORCH, obstacle)
+    check_equal_lengths(key, value)  # as the call does
+    return Route(Backend.TORCH, unsupported_reason)
 
 
 # While flashmoe.activate() is in force: explains where a call with jagged tensors runs; torch chooses the backend of all such calls.
@@ -81,23 +81,23 @@ def are_jagged(*tensors: Any) -> bool:
     return all(isinstance(x, Tensor) and x.layout is torch.jagged for x in tensors)
 
 
-def find_obstacle(
+def find_unsupported(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> str | None:
     """Why flashmoe does not run this call, or None if it does. Symbolic sizes may be guarded on."""
     for find, _ in OBSTACLES:
-        obstacle = find(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if obstacle is not None:
-            return obstacle
+        unsupported_reason = find(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if unsupported_reason is not None:
+            return unsupported_reason
     return None
 
 
-def _dropout_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
+def _unsupported_dropout(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
     is_probability = is_number(dropout_p) and 0.0 <= dropout_p < 1.0
     return None if is_probability or dropout_p == 0.0 else WRONG_DROPOUT
 
 
-def _memory_obstacle(query: Any, key: Any, value: Any, *_: Any) -> str | None:
+def _unsupported_memory(query: Any, key: Any, value: Any, *_: Any) -> str | None:
     for tensor in (query, key, value):
         if not isinstance(tensor, Tensor):
             return f"an input is a {type(tensor).__name__}, not a tensor"
@@ -108,7 +108,7 @@ def _memory_obstacle(query: Any, key: Any, value: Any, *_: Any) -> str | None:
     return None
 
 
-def _scalar_obstacle(
+def _unsupported_scalar(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> str | None:
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
@@ -119,14 +119,14 @@ def _scalar_obstacle(
     return "scale is not a finite number"
 
 
-def _device_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
+def _unsupported_device(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
     device = query.device
     if key.device != device or value.device != device:
         return f"the inputs are on different devices ({device}, {key.device}, {value.device})"
     return None if device.type in DTYPES else f"there is no kernel for device type {device.type}"
 
 
-def _dtype_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
+def _unsupported_dtype(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
     device_type = query.device.type
     dtypes = _dtypes(query, key, value)
     dtype = dtypes[0]
@@ -153,7 +153,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> str | None:
+def _unsupported_shape(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> str | None:
     q, k, v = query.shape, key.shape, value.shape
     if len(q) < 2 or len(k) < 2 or len(v) < 2:
         return "an input has fewer than two dimensions"
@@ -162,10 +162,10 @@ def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, *options: Any) ->
     for head_dim in (q[-1], v[-1]):
         if head_dim < 1 or head_dim > MAX_HEAD_DIM:
             return f"head dim {head_dim} is outside 1 to {MAX_HEAD_DIM}"
-    return _batch_obstacle(q[:-2], k[:-2], v[:-2], enable_gqa=options[-1])
+    return _unsupported_batch(q[:-2], k[:-2], v[:-2], enable_gqa=options[-1])
 
 
-def _wide_obstacle(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
+def _unsupported_wide(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
     head_dim = max(query.shape[-1], value.shape[-1])
     if head_dim <= MAX_GPU_OPTIONS_HEAD_DIM or query.device.type == "cpu":
         return None
@@ -179,7 +179,7 @@ def _wide_obstacle(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dr
     return None
 
 
-def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> str | None:
+def _unsupported_batch(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> str | None:
     """Why the dimensions before [length, head_dim] do not fit: they must be equal, or broadcast as in SDPA."""
     if enable_gqa and min(len(q), len(k), len(v)) < 1:
         return "enable_gqa needs a head dimension"
@@ -196,7 +196,7 @@ def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: boo
     return None
 
 
-def _mask_obstacle(
+def _unsupported_mask(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -226,39 +226,39 @@ def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
     return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
 
 
-def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
+def _unsupported_derivative(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
     return "forward-mode differentiation is requested" if has_tangent(query, key, value) else None
 
 
 # The calls that go to torch: each rule, with its rows of the documentation's table. The rules run in this order, and a rule
 # may rely on those before it.
 OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
-    (_dropout_obstacle, ("`dropout_p` of 1, or a value that is not a probability",)),
-    (_memory_obstacle, ("nested, sparse, named or zero tensors",)),
-    (_scalar_obstacle, ("`scale` not finite, or a tensor",)),
-    (_device_obstacle, ("devices other than CPU and CUDA; inputs on different devices",)),
+    (_unsupported_dropout, ("`dropout_p` of 1, or a value that is not a probability",)),
+    (_unsupported_memory, ("nested, sparse, named or zero tensors",)),
+    (_unsupported_scalar, ("`scale` not finite, or a tensor",)),
+    (_unsupported_device, ("devices other than CPU and CUDA; inputs on different devices",)),
     (
-        _dtype_obstacle,
+        _unsupported_dtype,
         (
             "float32 on CUDA; float64 and every other dtype; inputs of different dtypes",
             "bfloat16 on a GPU below compute capability 8.0",
         ),
     ),
     (
-        _shape_obstacle,
+        _unsupported_shape,
         (
             f"a head dim of 0 or above {MAX_HEAD_DIM}",
             "batch sizes that do not broadcast; heads that are not divisible into groups",
         ),
     ),
     (
-        _wide_obstacle,
+        _unsupported_wide,
         (
             f"a head dim above {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, with gradients, with dropout, or below compute capability 8.0",
         ),
     ),
-    (_mask_obstacle, ("an `attn_mask` of a dtype that is neither bool nor `query`'s",)),
-    (_derivative_obstacle, ("forward-mode differentiation",)),
+    (_unsupported_mask, ("an `attn_mask` of a dtype that is neither bool nor `query`'s",)),
+    (_unsupported_derivative, ("forward-mode differentiation",)),
 )
 # Everything else, and how it runs (sdpa.py).
 SUPPORTED: tuple[tuple[str, str], ...] = (
@@ -273,7 +273,7 @@ SUPPORTED: tuple[tuple[str, str], ...] = (
 )
 
 
-def refuse_unequal_lengths(key: Any, value: Any) -> None:
+def check_equal_lengths(key: Any, value: Any) -> None:
     """Raise ShapeError for lengths that would make torch read outside of a tensor, or divide by zero (torch 2.10, CPU)."""
     for tensor in (key, value):
         if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.dim() < 2:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashmoe.attn.kvcache import attention_with_kvcache
 from flashmoe.attn.varlen import attend
 from flashmoe.compat import arguments, latent_query, rotary
-from flashmoe.compat.sections import sections, slices
+from flashmoe.compat.sections import slices, split_sequences
 from flashmoe.errors import ArgumentError
 
 MAX_SPLITS = 32  # the kernels' limit; flash_attn accepts up to 128
@@ -163,16 +163,16 @@ def _attend_gathered(
         parts = slices(starts_q), slices(starts_k, used - padding)
         out, lse = latent_query.attend_ragged(flat[0], keys, values, flat[1], *parts, options, chunk)
     else:
-        cut = sections(starts_q, None, starts_k, used - padding, room, chunk)
+        sections = split_sequences(starts_q, None, starts_k, used - padding, room, chunk)
         result: Any = attend(
             q.flatten(0, 1) if cu_seqlens_q is None else q,
             keys,
             values,
-            cu_seqlens_q=cut.cu_seqlens_q,
-            cu_seqlens_k=cut.cu_seqlens_k,
-            seqused_k=cut.seqused_k,
+            cu_seqlens_q=sections.cu_seqlens_q,
+            cu_seqlens_k=sections.cu_seqlens_k,
+            seqused_k=sections.seqused_k,
             max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=cut.max_seqlen_k,
+            max_seqlen_k=sections.max_seqlen_k,
             **options,
             sinks=None,
             return_lse=True,

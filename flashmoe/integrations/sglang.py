@@ -37,13 +37,13 @@ def register() -> None:
 
 def create_backend(runner: Any) -> Any:
     """Called by SGLang once per model; raises ArgumentError for an unsupported model."""
-    if reason := obstacle(runner):
+    if reason := unsupported_reason(runner):
         msg = f"SGLang's attention backend {NAME!r}: {reason}; {INSTEAD}"
         raise ArgumentError(msg)
     return _backend_class()(runner)
 
 
-def obstacle(runner: Any) -> str | None:
+def unsupported_reason(runner: Any) -> str | None:
     """Why models of this kind are not supported; None if they may be."""
     if runner.use_mla_backend:
         return "latent attention (MLA) is not supported"
@@ -75,8 +75,8 @@ def _backend_class() -> Any:  # its base class is SGLang's
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    from flashmoe.attn.into import attention_into
     from flashmoe.attn.options import Varlen
+    from flashmoe.attn.out_variant import attention_out
 
     class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
         def __init__(self, runner: Any) -> None:
@@ -168,7 +168,7 @@ def _backend_class() -> Any:  # its base class is SGLang's
                 softcap=softcap,
                 num_splits=0,
             )
-            attention_into(written, given, *scales)
+            attention_out(written, given, *scales)
             return out.flatten(1)
 
         forward_decode = forward_extend

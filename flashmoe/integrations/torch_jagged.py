@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from flashmoe import fallback
 from flashmoe.attn import sdpa_dispatch
-from flashmoe.attn.sdpa_dispatch import Path, Route
+from flashmoe.attn.sdpa_dispatch import Backend, Route
 
 # The limits of torch's flash backend.
 DTYPES = (torch.float16, torch.bfloat16)
@@ -61,24 +61,24 @@ def route(
     try:
         sdpa._validate_sdpa_input(query, key, value, attn_mask, dropout_p, is_causal, scale)
     except ValueError as error:
-        return Route(Path.TORCH, f"torch rejects these jagged tensors: {error}")
+        return Route(Backend.TORCH, f"torch rejects these jagged tensors: {error}")
     query, key, value, _ = sdpa._autocast(query, key, value, None)
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     if query.dim() > 3 and query._ragged_idx == 1:  # type: ignore[attr-defined]
         # The ragged dimension comes before the heads: torch treats this as dense attention of the values.
         given = (query.values(), key.values(), value.values(), attn_mask, dropout_p, is_causal)
-        obstacle = sdpa_dispatch.find_obstacle(*given, scale, enable_gqa)
-        if obstacle is not None:
-            return Route(Path.TORCH, obstacle)
+        unsupported_reason = sdpa_dispatch.find_unsupported(*given, scale, enable_gqa)
+        if unsupported_reason is not None:
+            return Route(Backend.TORCH, unsupported_reason)
         choice = SDPBackend(torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa))
     else:
         choice = _torchs_choice(*given, enable_gqa)
     if choice == SDPBackend.ERROR:
-        return Route(Path.TORCH, f"torch has no backend for these jagged tensors: {_why(query, key, value)}")
+        return Route(Backend.TORCH, f"torch has no backend for these jagged tensors: {_why(query, key, value)}")
     if choice != SDPBackend.FLASH_ATTENTION:
-        return Route(Path.TORCH, _reason(choice, query, key, value))
+        return Route(Backend.TORCH, _reason(choice, query, key, value))
     return Route(
-        Path.FLASHMOE, "torch runs these jagged tensors on its flash backend, which flashmoe replaces while active"
+        Backend.FLASHMOE, "torch runs these jagged tensors on its flash backend, which flashmoe replaces while active"
     )
 
 

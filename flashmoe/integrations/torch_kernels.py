@@ -115,8 +115,8 @@ def _backward(
 
 def _explained(error: Exception, q: Tensor, k: Tensor, v: Tensor) -> Exception:
     """Why the operator rejected the call; searched only then, because it takes longer than the call."""
-    obstacle = sdpa_dispatch.find_obstacle(q, k, v, None, 0.0, False, None, True)
-    return error if obstacle is None else LackingError(obstacle)
+    unsupported_reason = sdpa_dispatch.find_unsupported(q, k, v, None, 0.0, False, None, True)
+    return error if unsupported_reason is None else LackingError(unsupported_reason)
 
 
 # Dense: [B, H, S, D].

@@ -16,7 +16,7 @@ from flashmoe.errors import ArgumentError
 from flashmoe.moe import errors
 from flashmoe.moe.options import Layer, Mxfp4Layer, Scales
 from flashmoe.moe.packed import is_packed
-from flashmoe.moe.scaled import refuse_gradients
+from flashmoe.moe.scaled import check_no_gradients
 from flashmoe.rules import check
 
 BLOCK = 32  # values of a row with one scale
@@ -49,7 +49,7 @@ def call_mxfp4(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_i
     given = {name: getattr(layer, name) for name in Mxfp4Layer._fields if name in Layer._fields}
     given |= {"w13": _flat(layer.w13), "w2": _flat(layer.w2), "w13_scale": scales.w13, "w2_scale": scales.w2}
     call = Mxfp4Layer(**given)
-    refuse_gradients((*call, out), "mxfp4 (uint8)")
+    check_no_gradients((*call, out), "mxfp4 (uint8)")
     if out is not None:
         errors.check_types("_fused_moe_mxfp4", call)
         errors.check_tensor("out", out)

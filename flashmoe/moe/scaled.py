@@ -20,7 +20,7 @@ from flashmoe.errors import ArgumentError, DifferentiationError
 from flashmoe.fallback import note_fallback
 from flashmoe.moe import errors
 from flashmoe.moe.fake import output_dtype
-from flashmoe.moe.options import Layer, ScaledLayer, Scales
+from flashmoe.moe.options import CLAMPED_ALPHA, CLAMPED_LIMIT, Layer, ScaledLayer, Scales
 from flashmoe.rules import check
 
 BLOCK = 128  # values of a row per scale; for weights also rows per scale
@@ -61,7 +61,7 @@ def call_scaled(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_
     given: dict[str, Any] = {name: getattr(layer, name) for name in ScaledLayer._fields if name in Layer._fields}
     given |= {"w13_scale": scales.w13, "w2_scale": scales.w2, "x_scale": scales.x}
     call = ScaledLayer(**given)
-    refuse_gradients((*call, out), "float8_e4m3fn")
+    check_no_gradients((*call, out), "float8_e4m3fn")
     if out is not None:
         errors.check_types("_fused_moe_scaled_torch", call)
         errors.check_tensor("out", out)
@@ -99,7 +99,7 @@ def _why_torch(x: Any) -> str | None:
     return f"the GPU has compute capability {major}.{minor}; the kernels are for {CAPABILITY[0]}.{CAPABILITY[1]}"
 
 
-def refuse_gradients(values: tuple[Any, ...], weights: str) -> None:
+def check_no_gradients(values: tuple[Any, ...], weights: str) -> None:
     """Raise if a gradient is requested. ``weights``: the weights' format, for the message."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not torch.is_grad_enabled():
@@ -135,8 +135,8 @@ def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if activation == "reglu":
         return functional.relu(gate) * up
     if activation == "clamped_swiglu":
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return gate * torch.sigmoid(CLAMPED_ALPHA * gate) * (up + 1)
     return functional.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
 
 

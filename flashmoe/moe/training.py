@@ -27,7 +27,7 @@ from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
 from flashmoe.fallback import note_fallback
 from flashmoe.moe import autograd, errors, scaled
 from flashmoe.moe.fake import Gradients
-from flashmoe.moe.options import PRECISIONS, Layer, ScaledLayer, Scales
+from flashmoe.moe.options import CLAMPED_ALPHA, CLAMPED_LIMIT, PRECISIONS, Layer, ScaledLayer, Scales
 from flashmoe.moe.scaled import BLOCK, activate, dequantize_rows, dequantize_weights, quantize
 from flashmoe.rules import check
 from flashmoe.transforms import autocasted
@@ -84,7 +84,7 @@ def call_fp8(
     if transforms_are_active() and not is_compiling():
         msg = "precision='fp8' does not support torch.func's transforms; use torch.autograd, or remove precision="
         raise ArgumentError(msg)
-    autograd.refuse_tangents("fused_moe", *layer)
+    autograd.check_no_tangents("fused_moe", *layer)
     casted = autocasted(*(getattr(layer, name) for name in _CAST))
     layer = layer._replace(**dict(zip(_CAST, casted, strict=True)))
     if not is_compiling():
@@ -297,10 +297,10 @@ def _slopes(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     gate, up = z.chunk(2, dim=1)
     one, aten = torch.ones_like(gate), torch.ops.aten
     if activation == "clamped_swiglu":
-        low, factor = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
-        share = torch.sigmoid(1.702 * low)
-        slope = torch.where(gate <= 7.0, share + 1.702 * low * share * (1 - share), 0.0)
-        return slope * factor, torch.where(up.abs() <= 7.0, low * share, 0.0)
+        low, factor = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT) + 1
+        share = torch.sigmoid(CLAMPED_ALPHA * low)
+        slope = torch.where(gate <= CLAMPED_LIMIT, share + CLAMPED_ALPHA * low * share * (1 - share), 0.0)
+        return slope * factor, torch.where(up.abs() <= CLAMPED_LIMIT, low * share, 0.0)
     if activation == "swiglu":
         slope = aten.silu_backward(one, gate)
     elif activation == "reglu":

@@ -151,11 +151,11 @@ def test_scales_of_blocks_of_rows(rows: int, blocks: int, block: int) -> None:
 
 def test_what_belongs_to_codes_alone() -> None:
     wide, codes = torch.zeros(2), torch.zeros(2).to(torch.float8_e4m3fn)
-    assert [fp8.concerns(one, None, None, None, None) for one in (wide, codes, None)] == [False, True, False]
+    assert [fp8.is_fp8_call(one, None, None, None, None) for one in (wide, codes, None)] == [False, True, False]
     for at in range(4):
         given: list[Any] = [None] * 4
         given[at] = BF16 if at == 3 else 1.0
-        assert fp8.concerns(wide, *given)
+        assert fp8.is_fp8_call(wide, *given)
         name = ("q_scale", "k_scale", "v_scale", "out_dtype")[at]
         told = f"{name} is only used with q, k and v of torch.float8_e4m3fn; found torch.float32; leave it out, or quantise all three"
         with pytest.raises(ArgumentError, match=re.escape(told)):
@@ -262,14 +262,14 @@ def test_keywords_that_a_function_lacks() -> None:
         (["is_causal"], "write causal=, whose mask is aligned bottom-right; is_causal"),
     ):  # fmt: skip
         with pytest.raises(ArgumentTypeError) as caught:
-            keywords.refuse("attention", given, iter(words))
+            keywords.raise_unknown("attention", given, iter(words))
         assert str(caught.value).startswith(f"attention() has no argument {given[0]!r}: {told}")
     with pytest.raises(ArgumentTypeError, match=r"mine\(\) has no argument 'dropout': write dropout_p="):
-        keywords.refuse("mine", ["dropout"], words, like="attention")
+        keywords.raise_unknown("mine", ["dropout"], words, like="attention")
     with pytest.raises(ArgumentTypeError, match=r"mine\(\) has no argument 'dropout': it has causal, scale$"):
-        keywords.refuse("mine", ["dropout"], words)
+        keywords.raise_unknown("mine", ["dropout"], words)
     with pytest.raises(ArgumentTypeError) as caught:
-        keywords.refuse_positional("f", (True, 2, 0.5, "s", None, ROWS, []), words, 3)
+        keywords.raise_extra_positional("f", (True, 2, 0.5, "s", None, ROWS, []), words, 3)
     found = "True, 2, 0.5, 's', None, a Tensor, a list"
     assert (
         str(caught.value)

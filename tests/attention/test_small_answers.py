@@ -243,14 +243,18 @@ def test_masks_of_heads_that_form_groups() -> None:
     for shape in ((2, 4, 3, 5), (4, 3, 5), (3, 5)):
         mask = torch.rand(shape) < 0.7
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True)
-        assert sdpa_dispatch.find_obstacle(q, k, k, mask, 0.0, False, None, True) is None
+        assert sdpa_dispatch.find_unsupported(q, k, k, mask, 0.0, False, None, True) is None
         torch.testing.assert_close(
             flashmoe.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True).nan_to_num(), expected.nan_to_num()
         )
     one = torch.randn(1, 4, 5, 8)  # equal heads: their batch broadcasts too
-    assert sdpa_dispatch.find_obstacle(q, one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
-    assert sdpa_dispatch.find_obstacle(q[:, :1], one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
-    assert "broadcast" in str(sdpa_dispatch.find_obstacle(q, k, k, torch.ones(2, 2, 3, 5) > 0, 0.0, False, None, True))
+    assert sdpa_dispatch.find_unsupported(q, one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
+    assert (
+        sdpa_dispatch.find_unsupported(q[:, :1], one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
+    )
+    assert "broadcast" in str(
+        sdpa_dispatch.find_unsupported(q, k, k, torch.ones(2, 2, 3, 5) > 0, 0.0, False, None, True)
+    )
 
 
 @pytest.mark.parametrize("has_dropout", [False, True])
@@ -327,11 +331,11 @@ def test_what_autocast_casts(dtype: torch.dtype, is_cast: bool) -> None:
 def test_which_shapes_look_like_another_layout(
     monkeypatch: pytest.MonkeyPatch, q: tuple[int, ...], k: tuple[int, ...], is_told: bool
 ) -> None:
-    monkeypatch.setattr(layout, "calls_left", 16)
+    monkeypatch.setattr(layout, "checks_left", 16)
     with pytest.warns(UserWarning, match="call .transpose") if is_told else nullcontext():
-        layout.look_at(torch.empty(q), torch.empty(k))
-    assert layout.calls_left == (0 if is_told else 15)
-    layout.look_at(None, torch.empty(k))
+        layout.warn_if_transposed(torch.empty(q), torch.empty(k))
+    assert layout.checks_left == (0 if is_told else 15)
+    layout.warn_if_transposed(None, torch.empty(k))
 
 
 def test_no_upstream_gradient_gives_none() -> None:
@@ -378,7 +382,7 @@ def test_from_which_gpu_on_bfloat16_has_kernels(
 ) -> None:
     given: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     monkeypatch.setattr(sdpa_dispatch, "_capability", lambda _: capability)
-    assert (sdpa_dispatch._dtype_obstacle(given, given, given) is None) is has_kernel
+    assert (sdpa_dispatch._unsupported_dtype(given, given, given) is None) is has_kernel
 
 
 def test_nothing_is_written_into_out_with_a_tangent() -> None:

@@ -233,9 +233,9 @@ def test_an_encoder_sees_both_sides_without_a_cache(vllm: Vllm) -> None:
 def calls_of(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> list[Varlen]:
     """Collects the operator's arguments from now on."""
     asked: list[Varlen] = []
-    real = vllm.attention.attention_into
+    real = vllm.attention.attention_out
     monkeypatch.setattr(
-        vllm.attention, "attention_into", lambda out, given, *s: asked.append(given) or real(out, given, *s)
+        vllm.attention, "attention_out", lambda out, given, *s: asked.append(given) or real(out, given, *s)
     )
     return asked
 

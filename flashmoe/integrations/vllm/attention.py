@@ -25,8 +25,8 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from flashmoe.attn.into import attention_into
 from flashmoe.attn.options import CONSISTENT, Varlen
+from flashmoe.attn.out_variant import attention_out
 from flashmoe.errors import ArgumentError
 
 MAX_HEAD_SIZE = 256
@@ -104,8 +104,8 @@ class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
             reasons.append("float32 has no CUDA kernel")
         if capability and dtype is torch.bfloat16 and capability < BF16_CAPABILITY:
             reasons.append(f"bfloat16 needs compute capability 8.0; this GPU has {_dotted(capability)}")
-        if obstacle := cache_obstacle(cache, dtype):
-            reasons.append(f"{obstacle}, or the cache fp8")
+        if unsupported_reason := unsupported_cache(cache, dtype):
+            reasons.append(f"{unsupported_reason}, or the cache fp8")
         if cache in FP8_CACHES:
             if capability and capability < FP8_CAPABILITY:
                 reasons.append(f"an fp8 cache needs compute capability 8.0; this GPU has {_dotted(capability)}")
@@ -114,7 +114,7 @@ class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
         return reasons
 
 
-def cache_obstacle(cache: str | None, dtype: torch.dtype | None) -> str | None:
+def unsupported_cache(cache: str | None, dtype: torch.dtype | None) -> str | None:
     """Why queries of this dtype cannot read a 16-bit cache."""
     if cache in CACHES and CACHES[cache] is not dtype:
         return f"a cache of {cache} with queries of {dtype}: both must be the same"
@@ -278,7 +278,7 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
                 q, written = q.unsqueeze(2), written.unsqueeze(2)
             lengths = (span.starts, None, span.lengths, span.table)
             longest_q = span.max_query_len
-            attention_into(
+            attention_out(
                 written, self._given((q, keys, values), lengths, longest_q, longest, attn_metadata.causal), *scales
             )
         return output
@@ -286,7 +286,7 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
     def _encode(self, query: Tensor, key: Tensor, value: Tensor, batch: FlashmoeMetadata, out: Tensor) -> None:
         rows, starts, longest = batch.num_actual_tokens, batch.query_start_loc, batch.max_query_len
         operands = (query[:rows], key[:rows], value[:rows])
-        attention_into(out[:rows], self._given(operands, (starts, starts, None, None), longest, longest, causal=False))
+        attention_out(out[:rows], self._given(operands, (starts, starts, None, None), longest, longest, causal=False))
 
     def _given(
         self,
