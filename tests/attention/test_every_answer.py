@@ -159,12 +159,12 @@ def test_what_belongs_to_codes_alone() -> None:
         name = ("q_scale", "k_scale", "v_scale", "out_dtype")[at]
         told = f"{name} is only used with q, k and v of torch.float8_e4m3fn; found torch.float32; leave it out, or quantise all three"
         with pytest.raises(ArgumentError, match=re.escape(told)):
-            fp8._refuse_wide(wide, tuple(given[:3]))  # type: ignore[arg-type]
+            fp8._raise_not_fp8(wide, tuple(given[:3]))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="found list"):
-        fp8._refuse_wide([], (None, None, None))
+        fp8._raise_not_fp8([], (None, None, None))
     for scales, name in (((1.0, None), "k_scale"), ((None, 1.0), "v_scale"), ((1.0, 1.0), "k_scale")):
         for k, found in ((wide, "torch.float32"), (3, "int")):
-            with pytest.raises(ArgumentError, match=f"^{name} belongs to keys and values of .*; found {found};"):
+            with pytest.raises(ArgumentError, match=f"^{name} is only used with k and v of .*; found {found};"):
                 e4m3.check_unscaled(*scales, k)
     e4m3.check_unscaled(None, None, wide)
 
@@ -282,7 +282,7 @@ def test_what_a_fallback_does(monkeypatch: pytest.MonkeyPatch, policy: str) -> N
     monkeypatch.setenv("FLASHMOE_FALLBACK", policy)
     raised: Any = nullcontext()
     if policy == "warn":
-        raised = pytest.warns(UserWarning, match="^flashmoe hands a layer to torch: because$")
+        raised = pytest.warns(UserWarning, match="^flashmoe falls back to torch for a layer: because$")
     elif policy == "error":
         raised = pytest.raises(
             ArgumentError, match=r"^a layer would run on torch: because; FLASHMOE_FALLBACK=error forbids"
@@ -430,7 +430,7 @@ def test_when_codes_are_multiplied_as_they_are(
         assert isinstance(found, str) or found.dtype is BF16
     for function, rest in ((fp8.attend, {"consistent": False}), (fp8.attend_varlen, {})):
         lengths = () if function is fp8.attend else ((ends, ends, None, 3, 3),)
-        with pytest.raises(ArgumentError, match=r"q_scale belongs to .*found list"):
+        with pytest.raises(ArgumentError, match=r"q_scale is only used with .*found list"):
             function(wide, ([], codes, codes), (1.0, None, None), None, *lengths, **given, **rest, options=options)  # type: ignore[operator]
 
 

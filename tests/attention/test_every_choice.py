@@ -41,7 +41,7 @@ def test_how_large_a_mask_of_dropout_may_be(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(ArgumentError, match=rf"keys is {math.prod(sizes)}; supported"):
             flashmoe.dropout_mask(state, 0.5, *sizes)
     for wrong, found in ((None, "None"), (state.int(), r"torch.int32 \[2\]"), (state[:1], r"torch.int64 \[1\]")):
-        with pytest.raises(ArgumentError, match=f"found {found}; give"):
+        with pytest.raises(ArgumentError, match=f"found {found}; pass"):
             flashmoe.dropout_mask(wrong, 0.5, 1, 2, 3, 4)  # type: ignore[arg-type]
 
 

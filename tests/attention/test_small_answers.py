@@ -266,14 +266,14 @@ def test_a_gradient_of_wide_heads_is_refused_on_a_gpu(has_dropout: bool) -> None
             self.shape = (1, 1, 1, head_dim)
 
     wide = torch.empty(1, 1, 1, 512)
-    varlen_backward._refuse_wide(SimpleNamespace(q=wide, v=wide), has_dropout=has_dropout)  # type: ignore[arg-type]
+    varlen_backward._check_head_dim(SimpleNamespace(q=wide, v=wide), has_dropout=has_dropout)  # type: ignore[arg-type]
     most = varlen_backward.MAX_GPU_OPTIONS_HEAD_DIM
-    varlen_backward._refuse_wide(SimpleNamespace(q=OnGpu(most), v=OnGpu(most)), has_dropout=has_dropout)  # type: ignore[arg-type]
+    varlen_backward._check_head_dim(SimpleNamespace(q=OnGpu(most), v=OnGpu(most)), has_dropout=has_dropout)  # type: ignore[arg-type]
     for sizes in ((most + 8, 64), (64, most + 8)):
         q, v = map(OnGpu, sizes)
         what = "dropout" if has_dropout else "packed or windowed attention"
         with pytest.raises(FlashmoeError, match=f"the gradient of {what}.*{most + 8}"):
-            varlen_backward._refuse_wide(SimpleNamespace(q=q, v=v), has_dropout=has_dropout)  # type: ignore[arg-type]
+            varlen_backward._check_head_dim(SimpleNamespace(q=q, v=v), has_dropout=has_dropout)  # type: ignore[arg-type]
 
 
 def test_codes_are_decoded_without_a_gradient_where_none_is_asked_for() -> None:
@@ -349,9 +349,9 @@ def test_parts_that_do_not_belong_together(which: int, shape: tuple[int, ...]) -
     parts = [torch.zeros(shape), torch.zeros(rows)] * 2
     flashmoe.merge_attention(*parts)
     parts[which] = parts[which][..., :1]
-    with pytest.raises(ShapeError, match="both parts alike"):
+    with pytest.raises(ShapeError, match="both results with equal shapes"):
         flashmoe.merge_attention(*parts)
-    with pytest.raises(ShapeError, match="both parts alike"):
+    with pytest.raises(ShapeError, match="both results with equal shapes"):
         flashmoe.merge_attention(*[torch.zeros(3, 4), torch.zeros(3)] * 2)
 
 

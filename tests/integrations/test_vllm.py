@@ -212,7 +212,7 @@ def test_while_memory_is_measured_the_output_is_zero(vllm: Vllm) -> None:
     output = torch.ones(3, HEADS, D)
     impl.forward(Layer("cpu"), output, output, output, torch.empty(0), None, output)
     assert not output.any()
-    with pytest.raises(NotImplementedError, match="quantised"):
+    with pytest.raises(NotImplementedError, match="quantise its output"):
         impl.forward(Layer("cpu"), output, output, output, torch.empty(0), None, output, output_scale=torch.ones(1))
 
 

@@ -179,9 +179,9 @@ def test_vllms_methods_get_ours(quantised: Any) -> None:
             FP8,
             "hidden_dim is 192, which is not a multiple of 128",
         ),
-        (MoEConfig(**LARGE, in_dtype=torch.float16), FP8, "torch.float16 is none of torch.bfloat16"),
+        (MoEConfig(**LARGE, in_dtype=torch.float16), FP8, "torch.float16 is not one of torch.bfloat16"),
         (MoEConfig(**LARGE), "kFp8Dynamic128Sym", "quantization scheme kMxfp4StaticxkFp8Dynamic128Sym"),
-        (MoEConfig(**LARGE, in_dtype=torch.float16), None, "torch.float16 is none of torch.bfloat16"),
+        (MoEConfig(**LARGE, in_dtype=torch.float16), None, "torch.float16 is not one of torch.bfloat16"),
         (MoEConfig(hidden_dim=48), None, "hidden_dim is 48, which is not a multiple of 32"),
     ],
 )

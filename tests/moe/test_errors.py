@@ -32,7 +32,7 @@ def test_a_transposed_weight_is_named(device: str) -> None:
     inputs = make_inputs(SMALL, device=device)
     for name in ("w13", "w2"):
         wrong = replace(inputs, **{name: getattr(inputs, name).mT.contiguous()})
-        with pytest.raises(ShapeError, match=rf"{name} has shape .*; give {name}\.mT"):
+        with pytest.raises(ShapeError, match=rf"{name} has shape .*; pass {name}\.mT"):
             call(SMALL, wrong)
 
 
