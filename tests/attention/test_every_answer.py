@@ -157,7 +157,7 @@ def test_what_belongs_to_codes_alone() -> None:
         given[at] = BF16 if at == 3 else 1.0
         assert fp8.is_fp8_call(wide, *given)
         name = ("q_scale", "k_scale", "v_scale", "out_dtype")[at]
-        told = f"{name} is only used with q, k and v of torch.float8_e4m3fn; found torch.float32; leave it out, or quantise all three"
+        told = f"{name} is only used with q, k and v of torch.float8_e4m3fn; found torch.float32; remove {name}=, or quantise all three"
         with pytest.raises(ArgumentError, match=re.escape(told)):
             fp8._raise_not_fp8(wide, tuple(given[:3]))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="found list"):
