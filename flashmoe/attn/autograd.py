@@ -301,7 +301,7 @@ eager_dropout = _eager(
 def varlen_under_transforms(*arguments: Any, has_dropout: bool = False) -> tuple[Tensor, Tensor]:
     """``attention_varlen_forward``, or ``attention_dropout_forward``, under any active torch.func transform."""
     if retrieve_current_functorch_interpreter().key() == TransformType.Functionalize:
-        call = _operators.attention_dropout_forward if has_dropout else _operators.attention_varlen_forward
+        call: Any = _operators.attention_dropout_forward if has_dropout else _operators.attention_varlen_forward
     else:
         call = dropout.apply if has_dropout else varlen.apply
     result: tuple[Tensor, Tensor] = call(*arguments)

@@ -269,7 +269,7 @@ class _Ring(torch.autograd.Function):
             sums.start(*partials, rows=plan.rows[(source - 1) % size])
         found += [own_heads(half) for half in halves[1:]]
         dk, dv = sums.finish()  # what the other ranks found for this rank's keys
-        for half, partials in zip(halves, found, strict=True):
-            for total, heads, part in zip((dq, dk, dv), (half[0], half[1], half[1]), partials, strict=True):
+        for half, own_partials in zip(halves, found, strict=True):
+            for total, heads, part in zip((dq, dk, dv), (half[0], half[1], half[1]), own_partials, strict=True):
                 total[:, heads] += part
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None
