@@ -102,10 +102,10 @@ def _run(arguments: list[str]) -> int:
         )  # otherwise the exit would flush into the same pipe
         return ExitCode.PIPE_CLOSED
     except OSError as error:
-        told = explain_os_error(error)
-        if told is None:
+        message = explain_os_error(error)
+        if message is None:
             raise
-        print(told, file=sys.stderr)
+        print(message, file=sys.stderr)
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # otherwise the exit would fail to flush once more

@@ -40,7 +40,7 @@ def library_path() -> Path:
     if override:
         path = Path(override)
         if not path.is_file():
-            msg = f"{LIBRARY_VARIABLE} names {override!r}, which is no file; correct it, or unset it to use the wheel's own"
+            msg = f"{LIBRARY_VARIABLE} is {override!r}, which is not a file; correct it, or unset it to use the wheel's own"
             raise ExtensionError(msg)
         return path.resolve()
     package = Path(__file__).resolve().parent
@@ -122,8 +122,8 @@ def _register_operators(path: Path) -> None:
     for operator in operators:
         if not operator.schema and not hasattr(torch.ops.flashmoe, operator.name):
             msg = (
-                f"{path.name} was loaded but registers no operator flashmoe::{operator.name}; it is not flashmoe's extension, "
-                f"or one of another version. `python -m flashmoe audit {path.name}` says what it is"
+                f"{path.name} was loaded but registers no operator flashmoe::{operator.name}; it is not flashmoe's extension, or "
+                f"is of another version. `python -m flashmoe audit {path.name}` says what it is"
             )
             raise ExtensionError(msg)
     register(operators)
@@ -164,7 +164,7 @@ _LOAD_FAILURES = (
     (
         r"(?P<what>invalid ELF header|file too short|wrong ELF class\S*|cannot read file data)",
         "it is not a shared library for this machine ({what})",
-        "reinstall the wheel; an interrupted download or a wrong architecture looks like this",
+        "reinstall the wheel; an interrupted download or a wrong architecture causes this",
     ),
     (
         r"(?P<what>Only a single TORCH_LIBRARY|multiple definitions|already registered)",

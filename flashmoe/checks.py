@@ -70,7 +70,7 @@ def check_size(name: str, value: Any, least: int = 1) -> int:
 def check_parameter_dtype(dtype: Any, supported: Collection[torch.dtype]) -> None:
     """Raise for a module's dtype that is neither None nor one of ``supported``."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        msg = f"dtype must be a torch.dtype or None; found {dtype!r}; write torch.float16 or another"
+        msg = f"dtype must be a torch.dtype or None; found {dtype!r}; use torch.float16 or another"
         raise ArgumentTypeError(msg)
     if dtype is not None and dtype not in supported:
         names = ", ".join(str(known).removeprefix("torch.") for known in supported)

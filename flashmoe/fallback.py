@@ -29,7 +29,7 @@ def note_fallback(reason: str, what: str = "attention", *, stacklevel: int = 3) 
     """
     policy = fallback_policy()
     if policy == "warn":
-        warnings.warn(f"flashmoe hands {what} to torch: {reason}", stacklevel=stacklevel)
+        warnings.warn(f"flashmoe falls back to torch for {what}: {reason}", stacklevel=stacklevel)
     elif policy == "error":
         msg = f"{what} would run on torch: {reason}; {FALLBACK_VARIABLE}=error forbids that; unset it to allow it"
         raise ArgumentError(msg)

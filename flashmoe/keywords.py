@@ -18,21 +18,23 @@ _SCALE = dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"),
 _LSE = dict.fromkeys(("return_softmax_lse", "return_attn_probs", "need_lse"), "write return_lse=True")
 _RAGGED = {
     "is_causal": "write causal=, whose mask is aligned bottom-right",
-    **dict.fromkeys(("attn_mask", "attention_mask", "mask"), "there is no mask; flashmoe.attention takes attn_mask"),
+    **dict.fromkeys(
+        ("attn_mask", "attention_mask", "mask"), "masks are not supported; flashmoe.attention takes attn_mask"
+    ),
     **dict.fromkeys(("page_table", "block_tables"), "write block_table="),
-    "deterministic": "leave it out: results and gradients are the same bits on every run",
+    "deterministic": "remove it: results and gradients are always deterministic",
     "s_aux": "write sinks=",
-    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "there are no 8-bit keys; convert them to q's dtype"),
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "8-bit keys are not supported; convert them to q's dtype"),
 }
 _CACHE = {
     "seqused_k": "write cache_seqlens=, the keys before the new ones",
     **dict.fromkeys(
-        ("dropout_p", "dropout"), "caches serve inference, without dropout; flashmoe.attention takes dropout_p"
+        ("dropout_p", "dropout"), "dropout is not supported with a cache; flashmoe.attention takes dropout_p"
     ),
     **dict.fromkeys(("k", "v"), "write k_new= and v_new="),
     **dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_interleaved"), "rotate q and k_new before the call"),
     **dict.fromkeys(
-        ("cache_batch_idx", "cache_leftpad"), "sequence b has the cache at index b; pages (block_table) may be anywhere"
+        ("cache_batch_idx", "cache_leftpad"), "sequence b uses cache b; with block_table, pages may be anywhere"
     ),
 }
 _SDPA = "flashmoe.scaled_dot_product_attention takes it"
@@ -48,7 +50,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("mask", "attention_mask"), "write attn_mask="),
         "window_size": "write window=",
         "dropout": "write dropout_p=",
-        "enable_gqa": "leave it out: grouped heads are seen from the shapes",
+        "enable_gqa": "remove it: grouped heads follow from the shapes",
     },
     "scaled_dot_product_attention": {
         **_SCALE,
@@ -63,7 +65,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "bias": "write b13= or b2=",
         "inplace": "write out=x",
         **dict.fromkeys(("w1", "w3"), "w13 holds both, the gate's rows first: torch.cat((w1, w3), 1)"),
-        **dict.fromkeys(("top_k", "topk"), "it is the width of topk_ids; topk_route takes k"),
+        **dict.fromkeys(("top_k", "topk"), "it is the last dimension of topk_ids; topk_route takes k"),
         **dict.fromkeys(
             ("global_num_experts", "num_experts"), "they are counted from the weights; expert_map names others"
         ),
@@ -73,7 +75,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def refuse_positional(function: str, given: Sequence[Any], names: Sequence[str], first: int) -> NoReturn:
+def raise_extra_positional(function: str, given: Sequence[Any], names: Sequence[str], first: int) -> NoReturn:
     """Raise for arguments after the ``first`` ones, the only positional arguments; ``names``: some keywords for the rest."""
     found = ", ".join(
         repr(one) if isinstance(one, (bool, int, float, str, type(None))) else f"a {type(one).__name__}"
@@ -84,7 +86,7 @@ def refuse_positional(function: str, given: Sequence[Any], names: Sequence[str],
     raise ArgumentTypeError(msg)
 
 
-def refuse(function: str, given: Iterable[str], known: Iterable[str], like: str = "") -> NoReturn:
+def raise_unknown(function: str, given: Iterable[str], known: Iterable[str], like: str = "") -> NoReturn:
     """Raise for the first keyword of ``given``; ``like``: the function in ``HINTS`` with the same arguments."""
     name, known = next(iter(given)), tuple(known)
     # torch.compile cannot trace difflib, and would report that instead of this message.

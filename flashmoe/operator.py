@@ -76,7 +76,7 @@ def _register(operator: Operator, library: torch.library.Library) -> None:
     register_flop_formula(getattr(torch.ops.flashmoe, operator.name), get_raw=operator.counts_raw)(operator.flops)
 
 
-def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """The ``setup_context`` of an operator whose gradient needs nothing from the forward pass."""
 
 

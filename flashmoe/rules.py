@@ -90,7 +90,7 @@ def _all_rules() -> Mapping[str, Rule]:
 def broken(rule: str, **values: object) -> FlashmoeError:
     """The typed error for a rule that these values break."""
     if rule not in _all_rules():
-        return InternalError(f"the extension names a rule {rule!r} that nothing explains; found {values}")
+        return InternalError(f"the extension reports an unknown rule {rule!r}; found {values}")
     kind, message = _all_rules()[rule]
     return kind(message.format_map(values))
 

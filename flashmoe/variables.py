@@ -25,8 +25,8 @@ class Variable(NamedTuple):
 
 _TABLE = (
     Variable("FLASHMOE_FALLBACK", "run", "what a call that goes to torch does", ("allow", "warn", "error")),
-    Variable("FLASHMOE_KERNEL", "run", "use kernels of this family alone", ("sm75", "sm80", "sm90")),
-    Variable("FLASHMOE_CONSISTENT", "run", "1: attention gives a row the same bits in every call", ("0", "1")),
+    Variable("FLASHMOE_KERNEL", "run", "use only kernels of this family", ("sm75", "sm80", "sm90")),
+    Variable("FLASHMOE_CONSISTENT", "run", "1: attention is batch-invariant", ("0", "1")),
     Variable(
         "FLASHMOE_SPLIT_BACKWARD",
         "run",

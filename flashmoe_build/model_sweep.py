@@ -140,7 +140,7 @@ def check_model(kind: str) -> tuple[Check, dict[str, Any]]:
     import torch
     from transformers import CONFIG_MAPPING
 
-    from flashmoe.integrations.transformers.models import obstacle
+    from flashmoe.integrations.transformers.models import unsupported_reason
 
     row: dict[str, Any] = {"model": kind}
     step = ""
@@ -149,7 +149,7 @@ def check_model(kind: str) -> tuple[Check, dict[str, Any]]:
             warnings.simplefilter("ignore")
             step = TOO_LARGE
             model = small_model(CONFIG_MAPPING[kind])
-            if reason := obstacle(type(model)):
+            if reason := unsupported_reason(type(model)):
                 row["why"] = f"refused: {reason}"
                 return Check(kind, Verdict.SKIP, row["why"]), row
             tokens = torch.randint(3, 128, (2, 19))

@@ -110,7 +110,7 @@ void check_forced(const char* forced) {
   }
   const std::string families =
       joined(table.num_gpus, [&table](int32_t index) { return table.gpus[index].families[0]; });
-  fail(ErrorCode::kArgument, "FLASHMOE_KERNEL=", forced, " names no kernel family of this build; families: ", families,
+  fail(ErrorCode::kArgument, "FLASHMOE_KERNEL=", forced, " is not a kernel family of this build; supported: ", families,
        " as far as they were built");
 }
 

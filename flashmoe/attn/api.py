@@ -158,7 +158,7 @@ def attention(
         arguments.check_scalars(
             scale, causal, return_lse, consistent
         )  # the dispatcher would take a tensor's value and drop its gradient
-    if fp8.concerns(q, q_scale, k_scale, v_scale, out_dtype):
+    if fp8.is_fp8_call(q, q_scale, k_scale, v_scale, out_dtype):
         result: Tensor | tuple[Tensor, Tensor] = fp8.attend(
             attention,
             (q, k, v),
@@ -204,10 +204,10 @@ def attention(
     if is_compiling():
         both: tuple[Tensor, Tensor] = _operator(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, causal)
         return both if return_lse else both[0]
-    if layout.calls_left:
-        layout.look_at(q, k)
+    if layout.checks_left:
+        layout.warn_if_transposed(q, k)
     try:
-        if not return_lse and needs_output_alone(q, k, v):
+        if not return_lse and needs_only_output(q, k, v):
             only: Tensor = _inference_operator(q, k, v, scale, causal)
             return only
         both = autograd.dense_forward(q, k, v, scale, causal)
@@ -224,15 +224,15 @@ def attention(
 
 def _refuse(misplaced: tuple[Any, ...], misspelt: Mapping[str, Any]) -> None:
     if misplaced:
-        keywords.refuse_positional("attention", misplaced, _ARGUMENTS[3:], 3)
-    keywords.refuse("attention", misspelt, _ARGUMENTS)
+        keywords.raise_extra_positional("attention", misplaced, _ARGUMENTS[3:], 3)
+    keywords.raise_unknown("attention", misspelt, _ARGUMENTS)
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in _ARGUMENTS}
 
 
-def needs_output_alone(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def needs_only_output(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether only the output is needed: no gradient, no transform, no mode or tracer that must see the operator."""
     return not (
         (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))

@@ -40,27 +40,24 @@ def check_is_dense_tensor(name: str, tensor: Any, layout: str = LAYOUT) -> None:
         found = "nested" if tensor.is_nested else str(tensor.layout)
         msg = (
             f"{name} must be a dense (strided) tensor; found a {found} tensor; "
-            "pad or densify it, or use flashmoe.scaled_dot_product_attention, which hands it to torch"
+            "pad or densify it, or use flashmoe.scaled_dot_product_attention, which falls back to torch"
         )
         raise ArgumentError(msg)
     if tensor.is_quantized:
-        msg = f"{name} is a quantised tensor ({tensor.dtype}), which no kernel takes; give {name}.dequantize()"
+        msg = f"{name} is a quantised tensor ({tensor.dtype}), which no kernel supports; pass {name}.dequantize()"
         raise DtypeError(msg)
     if has_names(tensor):
-        msg = f"{name} has named dimensions {tensor.names}; no operator here knows names; drop them with .rename(None)"
+        msg = f"{name} has named dimensions {tensor.names}; named tensors are not supported; drop the names with .rename(None)"
         raise ArgumentError(msg)
     if tensor._is_zerotensor():
-        msg = f"{name} is a zero tensor without memory, as forward-mode differentiation makes them; give it some with .clone()"
+        msg = f"{name} is a zero tensor without memory, as forward-mode differentiation creates; materialise it with .clone()"
         raise ArgumentError(msg)
 
 
 def check_scalars(scale: Any, causal: Any, return_lse: Any = False, consistent: Any = False) -> None:
     """The rules for ``scale`` (None: the default) and the flags."""
     if isinstance(scale, Tensor):
-        msg = (
-            f"scale must be a number or None; found a {type(scale).__name__}; use float(scale), or multiply q by it where its "
-            "gradient is wanted"
-        )
+        msg = f"scale must be a number or None; found a {type(scale).__name__}; use float(scale), or multiply q by it if its gradient is needed"
         raise ArgumentTypeError(msg)
     if not (scale is None or is_number(scale)):
         msg = f"scale must be a number or None; found {type(scale).__name__}; use float(scale)"
@@ -69,7 +66,7 @@ def check_scalars(scale: Any, causal: Any, return_lse: Any = False, consistent: 
         found = str(scale) if len(str(scale)) < 40 else f"{str(scale)[:20]}... ({len(str(scale))} characters)"
         infinite = broken("attention.scale", scale=found)
         raise infinite
-    check_flag("causal", causal, "; a mask is attn_mask" if isinstance(causal, Tensor) else "")
+    check_flag("causal", causal, "; pass a mask as attn_mask" if isinstance(causal, Tensor) else "")
     check_flag("return_lse", return_lse)
     check_flag("consistent", consistent)
 
@@ -85,7 +82,7 @@ def check_numbers(
     max_seqlen_q: Any, max_seqlen_k: Any, window_left: Any, window_right: Any, softcap: Any, num_splits: Any
 ) -> None:
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        _check_integer(name, value, "the longest sequence's length, known to the host")
+        _check_integer(name, value, "the longest sequence's length")
     for value in (window_left, window_right):
         _check_integer("each side of window", value, "a number of keys, or -1 for no limit")
     _check_integer("num_splits", num_splits, "0 lets the kernels choose")

@@ -18,14 +18,14 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._subclasses.functional_tensor import FunctorchFunctionalizeAPI
 
-from flashmoe.attn.bias_gradient import BiasGradient, alone
+from flashmoe.attn.bias_gradient import BiasGradient, mask_only_arguments
 from flashmoe.attn.bias_gradient import bias_gradient as bias_gradient_by_kernels
 from flashmoe.attn.bias_gradient import mask_backward as mask_backward_by_kernels
 from flashmoe.attn.fake import bits
 from flashmoe.attn.options import Dense, DenseBackward, Varlen, VarlenBackward, is_slopes, positions
 from flashmoe.attn.varlen_backward import backward_by_kernels
 from flashmoe.errors import DifferentiationError
-from flashmoe.operator import keep_nothing
+from flashmoe.operator import save_nothing
 from flashmoe.rules import translate
 from flashmoe.transforms import function_under_transforms, has_tangent, merge_batches, split_batch
 
@@ -34,30 +34,30 @@ NO_FORWARD_MODE = (
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 )
 NO_SECOND_DERIVATIVE = (
-    "flashmoe attention can be differentiated once; this asked for a second derivative. Use "
+    "flashmoe attention can be differentiated once; a second derivative was requested. Use "
     "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for it"
 )
 NO_SLOPES_GRADIENT = (
-    "attention has no gradient for alibi_slopes; detach them, or give the bias itself as attn_mask, which has one"
+    "attention has no gradient for alibi_slopes; detach them, or pass the bias itself as attn_mask, which has one"
 )
 NO_RAGGED_MASK_GRADIENT = (
-    "attention over ragged sequences, or with seqused_k, has no gradient for a mask; detach it, or pad the sequences"
+    "attention over packed sequences, or with seqused_k, has no gradient for attn_mask; detach it, or pad the sequences"
 )
 NO_PAGE_GRADIENT = "attention over pages has no gradient; gather the keys, or call it under torch.no_grad()"
 Gradients = tuple[Tensor | None, ...]
 _operators = torch.ops.flashmoe
-_KEPT = 10  # tensors that keep_varlen saves
+_SAVED = 10  # tensors that save_varlen saves
 _DIFFERENTIABLE = positions(Varlen._fields, "q k v sinks mask")
 
 
-def refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
+def raise_double_backward(ctx: Any, *_: Any) -> NoReturn:
     raise DifferentiationError(NO_SECOND_DERIVATIVE)
 
 
 # Dense attention: the arguments q, k, v, scale, causal.
 
 
-def keep_dense(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_dense(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, scale, causal = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.scale, ctx.causal = scale, causal
@@ -128,7 +128,7 @@ class DispatchedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         out, lse = _below_autograd(keyset, *arguments)
-        keep_dense(ctx, arguments, (out, lse))
+        save_dense(ctx, arguments, (out, lse))
         return out, lse
 
     @staticmethod
@@ -145,7 +145,7 @@ class EagerForward(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = _operators.flash_attention_forward.default(q, k, v, scale, causal)
-        keep_dense(ctx, (q, k, v, scale, causal), (out, lse))
+        save_dense(ctx, (q, k, v, scale, causal), (out, lse))
         return out, lse
 
     @staticmethod
@@ -170,7 +170,7 @@ def dense_under_transforms(q: Tensor, k: Tensor, v: Tensor, scale: float, causal
 # Ragged, paged and windowed attention: the arguments of Varlen.
 
 
-def keep_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     given = Varlen(*inputs)
     tensors = (*given[:6], given.sinks, given.mask, *output)
     ctx.save_for_backward(*tensors)
@@ -178,7 +178,7 @@ def keep_varlen(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
     ctx.set_materialize_grads(False)
 
 
-def keep_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_dropout(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *plain, ctx.dropout_p, state = inputs
     given = Varlen(*plain)
     ctx.save_for_backward(*given[:6], given.sinks, given.mask, *output, state)
@@ -220,16 +220,16 @@ def _varlen_gradient(
     wanted: Any = Varlen._make(ctx.needs_input_grad[:count])
     needed = (wanted.q, wanted.k, wanted.v, wanted.sinks)
     saved = ctx.saved_tensors  # read once: a checkpoint unpacks them only once. With dropout, rng_state comes last
-    given = VarlenBackward._make((*grads, *saved[:_KEPT], *ctx.numbers, bits(needed)))
+    given = VarlenBackward._make((*grads, *saved[:_SAVED], *ctx.numbers, bits(needed)))
     gradients: Gradients = ()
     if wanted.mask:
         _check_mask_gradient(given)
     if wanted.mask and not dropout:
         gradients = mask_call(*given)
     elif any(needed):
-        gradients = call(*given, *dropout, *saved[_KEPT:])
+        gradients = call(*given, *dropout, *saved[_SAVED:])
     if wanted.mask and dropout:
-        gradients = (*(gradients or (None,) * 4), mask_call(*alone(given, *dropout, *saved[_KEPT:])))
+        gradients = (*(gradients or (None,) * 4), mask_call(*mask_only_arguments(given, *dropout, *saved[_SAVED:])))
     found: list[Tensor | None] = [None] * count
     for at, gradient, need in zip(_DIFFERENTIABLE, gradients, (*needed, wanted.mask), strict=False):
         if need:
@@ -245,7 +245,7 @@ def _check_mask_gradient(given: VarlenBackward) -> None:
 
 
 def _eager(
-    name: str, keep: Callable[..., None], gradient: Callable[..., Gradients], direct: Callable[..., Gradients]
+    name: str, setup_context: Callable[..., None], gradient: Callable[..., Gradients], direct: Callable[..., Gradients]
 ) -> Callable[..., Any]:
     """An operator with its gradient, as in ``EagerForward``: the rule of ``torch.library.register_autograd`` takes ten times as long.
 
@@ -254,7 +254,7 @@ def _eager(
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             output: tuple[Tensor, Tensor] = getattr(_operators, name).default(*arguments)
-        keep(ctx, arguments, output)
+        setup_context(ctx, arguments, output)
         return output
 
     def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
@@ -286,30 +286,24 @@ def needs_gradient(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: 
 
 eager_varlen = _eager(
     "attention_varlen_forward",
-    keep_varlen,
+    save_varlen,
     varlen_gradient,
     lambda ctx, *grads: _varlen_gradient(backward_by_kernels, mask_backward_by_kernels, ctx, grads),
 )
 eager_dropout = _eager(
     "attention_dropout_forward",
-    keep_dropout,
+    save_dropout,
     dropout_gradient,
     lambda ctx, *grads: _dropout_gradient(backward_by_kernels, bias_gradient_by_kernels, ctx, grads),
 )
 
 
-def dropout_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """``attention_dropout_forward`` under any active torch.func transform."""
-    is_functionalized = retrieve_current_functorch_interpreter().key() == TransformType.Functionalize
-    call = _operators.attention_dropout_forward.default if is_functionalized else dropout.apply
-    result: tuple[Tensor, Tensor] = call(*arguments)
-    return result
-
-
-def varlen_under_transforms(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """``attention_varlen_forward`` under any active torch.func transform."""
-    is_functionalized = retrieve_current_functorch_interpreter().key() == TransformType.Functionalize
-    call = _operators.attention_varlen_forward.default if is_functionalized else varlen.apply
+def varlen_under_transforms(*arguments: Any, has_dropout: bool = False) -> tuple[Tensor, Tensor]:
+    """``attention_varlen_forward``, or ``attention_dropout_forward``, under any active torch.func transform."""
+    if retrieve_current_functorch_interpreter().key() == TransformType.Functionalize:
+        call: Any = _operators.attention_dropout_forward if has_dropout else _operators.attention_varlen_forward
+    else:
+        call = dropout.apply if has_dropout else varlen.apply
     result: tuple[Tensor, Tensor] = call(*arguments)
     return result
 
@@ -323,12 +317,12 @@ def _vmap_rule(
 ) -> Callable[..., tuple[Any, int | tuple[int, ...]]]:
     """The mapped dimension becomes part of the batch of the arguments named in ``batched``. One call per mapped element instead if an
     argument named in ``without_batch`` is given, or if an argument without a batch is mapped."""
-    of_batch, others = positions(fields, batched), positions(fields, without_batch)
+    batched_indices, others = positions(fields, batched), positions(fields, without_batch)
     (q,) = positions(fields, "q")
 
     def vmap(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, int | tuple[int, ...]]:
         size = info.batch_size
-        maps_others = any(dim is not None for index, dim in enumerate(in_dims) if index not in of_batch)
+        maps_others = any(dim is not None for index, dim in enumerate(in_dims) if index not in batched_indices)
         is_shared = "mask" in fields and _is_shared(arguments, in_dims, q, fields.index("mask"))
         if is_shared or maps_others or any(arguments[index] is not None for index in others):
             each = [
@@ -339,8 +333,8 @@ def _vmap_rule(
                 return torch.stack(each), 0
             return tuple(torch.stack(results) for results in zip(*each, strict=True)), (0,) * len(each[0])
         merged = list(arguments)
-        chosen, dims = [arguments[index] for index in of_batch], [in_dims[index] for index in of_batch]
-        for index, tensor in zip(of_batch, merge_batches(chosen, dims, size), strict=True):
+        chosen, dims = [arguments[index] for index in batched_indices], [in_dims[index] for index in batched_indices]
+        for index, tensor in zip(batched_indices, merge_batches(chosen, dims, size), strict=True):
             merged[index] = tensor
         split = tuple(
             split_batch(result, size, arguments[q], in_dims[q])
@@ -378,8 +372,8 @@ def _transform(
     fields: tuple[str, ...],
     batched: str,
     without_batch: str = "",
-    keep: Callable[..., None] = keep_nothing,
-    gradient: Callable[..., Any] = refuse_double_backward,
+    setup_context: Callable[..., None] = save_nothing,
+    gradient: Callable[..., Any] = raise_double_backward,
     no_forward_mode: str = NO_SECOND_DERIVATIVE,
 ) -> _Transformed:
     """The defaults are those of a backward operator."""
@@ -388,7 +382,7 @@ def _transform(
         return _vmap_rule(apply, fields, batched, without_batch)(*given)
 
     call = _operator(name)
-    apply = function_under_transforms(call, keep, gradient, vmap, no_forward_mode)
+    apply = function_under_transforms(call, setup_context, gradient, vmap, no_forward_mode)
     return _Transformed(apply, _vmap_rule(call, fields, batched, without_batch))
 
 
@@ -406,8 +400,8 @@ def _transformed_dropout_gradient(ctx: Any, *grads: Tensor | None) -> Gradients:
 
 _BATCHED, _WITHOUT_BATCH = "q k v seqused_k mask", "cu_seqlens_q cu_seqlens_k block_table"
 _SUMMED = "cu_seqlens_q cu_seqlens_k sinks"  # the gradient of sinks is summed over the batch
-_DENSE_FORWARD = (keep_dense, _transformed_dense_gradient, NO_FORWARD_MODE)
-_VARLEN_FORWARD = (keep_varlen, _transformed_varlen_gradient, NO_FORWARD_MODE)
+_DENSE_FORWARD = (save_dense, _transformed_dense_gradient, NO_FORWARD_MODE)
+_VARLEN_FORWARD = (save_varlen, _transformed_varlen_gradient, NO_FORWARD_MODE)
 dense_backward = _transform("flash_attention_backward", DenseBackward._fields, "grad_out grad_lse q k v out lse")
 varlen_backward = _transform(
     "attention_varlen_backward", VarlenBackward._fields, f"grad_out grad_lse {_BATCHED} out lse", _SUMMED
@@ -420,7 +414,7 @@ mask_backward = _transform(
 bias_gradient = _transform("attention_bias_gradient", BiasGradient._fields, "q", "mask")  # one call per mapped element
 # With dropout, a sequence's index in the batch is part of its random numbers, so the mapped dimension cannot join the batch.
 _STATE = ("dropout_p", "rng_state")
-_DROPOUT_FORWARD = (keep_dropout, _transformed_dropout_gradient, NO_FORWARD_MODE)
+_DROPOUT_FORWARD = (save_dropout, _transformed_dropout_gradient, NO_FORWARD_MODE)
 dropout_backward = _transform(
     "attention_dropout_backward",
     (*VarlenBackward._fields, *_STATE),

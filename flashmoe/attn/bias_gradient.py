@@ -67,7 +67,7 @@ def mask_backward(*arguments: Any) -> tuple[Tensor, ...]:
     given = VarlenBackward(*arguments)
     assert given.mask is not None
     if given.out.device.type == "cpu" or 0 in (given.q.numel(), given.k.numel(), given.mask.numel()):
-        return *backward_by_kernels(*arguments), bias_gradient(*alone(given))
+        return *backward_by_kernels(*arguments), bias_gradient(*mask_only_arguments(given))
     return _mask_backward_by_kernels(given)
 
 
@@ -78,13 +78,13 @@ def _mask_backward_by_kernels(given: VarlenBackward) -> tuple[Tensor, ...]:
     )
     if stored is None:
         assert row_dot is not None
-        total = _sums(alone(cast), row_dot)
+        total = _sums(mask_only_arguments(cast), row_dot)
     else:
         total = stored[..., : given.mask.shape[3]]
     return *gradients, in_dtype_of(given.mask, total).contiguous()
 
 
-def alone(given: VarlenBackward, dropout_p: float = 0.0, rng_state: Tensor | None = None) -> BiasGradient:
+def mask_only_arguments(given: VarlenBackward, dropout_p: float = 0.0, rng_state: Tensor | None = None) -> BiasGradient:
     """The arguments for the mask's gradient only."""
     tensors = (given.grad_out, given.grad_lse, given.q, given.k, given.v, given.mask, given.out, given.lse)
     numbers = (given.scale, given.window_left, given.window_right, given.softcap, dropout_p)
@@ -118,12 +118,14 @@ def _on_cpu(given: BiasGradient) -> Tensor:
     for b in range(batch):
         for h in range(heads):
             at = (b if total.shape[0] > 1 else 0, h if total.shape[1] > 1 else 0)
-            kept = None
+            keep_mask = None
             if given.rng_state is not None:
-                kept = philox.kept(given.rng_state, given.dropout_p, range(b, b + 1), range(h, h + 1), rows, keys)[0, 0]
+                keep_mask = philox.keep_mask(
+                    given.rng_state, given.dropout_p, range(b, b + 1), range(h, h + 1), rows, keys
+                )[0, 0]
             for first in range(0, rows, _ROWS):
                 block = slice(first, min(first + _ROWS, rows))
-                gradient = _score_gradient(given, (b, h, h // group), at, block, seen[block], kept)
+                gradient = _score_gradient(given, (b, h, h // group), at, block, seen[block], keep_mask)
                 own = block if total.shape[2] > 1 else slice(0, 1)
                 if total.shape[2] == 1:
                     gradient = gradient.sum(0, keepdim=True)
@@ -132,7 +134,12 @@ def _on_cpu(given: BiasGradient) -> Tensor:
 
 
 def _score_gradient(
-    given: BiasGradient, of: tuple[int, int, int], at: tuple[int, int], block: slice, seen: Tensor, kept: Tensor | None
+    given: BiasGradient,
+    of: tuple[int, int, int],
+    at: tuple[int, int],
+    block: slice,
+    seen: Tensor,
+    keep_mask: Tensor | None,
 ) -> Tensor:
     """dS of some rows of one sequence and head, float32 [rows, Sk]. ``of``: sequence, query head, key head; ``at``: the mask's indices."""
     b, h, key_head = of
@@ -145,8 +152,8 @@ def _score_gradient(
     weights = (scores - lse).clamp_(max=0.0).exp_()
     weights = torch.where(seen & (lse > -math.inf), weights, 0.0)
     gradient = upstream @ given.v[b, key_head].float().mT
-    if kept is not None:
-        gradient = torch.where(kept[block], gradient / (1.0 - given.dropout_p), 0.0)
+    if keep_mask is not None:
+        gradient = torch.where(keep_mask[block], gradient / (1.0 - given.dropout_p), 0.0)
     row_dot = torch.linalg.vecdot(upstream, given.out[b, h, block].float())
     if given.grad_lse is not None:
         row_dot = row_dot - given.grad_lse[b, h, block]

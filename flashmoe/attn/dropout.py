@@ -64,7 +64,7 @@ def attend(given: Varlen, dropout_p: float, rng_state: Tensor | None, return_lse
         return result if return_lse else result[0]
     try:
         if transforms_are_active():
-            result = autograd.dropout_under_transforms(*call)
+            result = autograd.varlen_under_transforms(*call, has_dropout=True)
         else:
             tensors = (given.q, given.k, given.v, given.sinks, given.mask)
             if has_tangent(*tensors):
@@ -79,8 +79,8 @@ def attend(given: Varlen, dropout_p: float, rng_state: Tensor | None, return_lse
     return result if return_lse else result[0]
 
 
-def refuse_codes() -> None:
-    msg = "dropout_p with keys of torch.float8_e4m3fn, which serve inference; leave it out"
+def raise_fp8_dropout() -> None:
+    msg = "dropout_p is not supported with torch.float8_e4m3fn keys, which are for inference; remove dropout_p"
     raise ArgumentError(msg)
 
 
@@ -96,11 +96,11 @@ def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, ro
     state: Any = rng_state
     if state is None or state.dtype is not torch.int64 or state.shape != (2,):
         found = "None" if state is None else f"{state.dtype} {list(state.shape)}"
-        msg = f"rng_state must be an int64 tensor [2], seed and offset; found {found}; give the call's own"
+        msg = f"rng_state must be an int64 tensor [2], seed and offset; found {found}; pass the state used in the call"
         raise ArgumentError(msg)
     sizes = {"batch": batch, "heads": heads, "rows": rows, "keys": keys}
     batch, heads, rows, keys = (check_size(name, size, 0) for name, size in sizes.items())
     if batch * heads * rows * keys > MOST_PROBABILITIES:
-        msg = f"batch * heads * rows * keys is {batch * heads * rows * keys}; supported: up to 2^40; ask for fewer rows"
+        msg = f"batch * heads * rows * keys is {batch * heads * rows * keys}; supported: up to 2^40; request fewer rows"
         raise ArgumentError(msg)
-    return philox.kept(rng_state, probability, range(batch), range(heads), rows, keys)
+    return philox.keep_mask(rng_state, probability, range(batch), range(heads), rows, keys)

@@ -27,7 +27,7 @@ E4M3 = torch.float8_e4m3fn
 Scale = Tensor | float | None
 
 
-def has_codes(cache: Any) -> bool:
+def is_fp8(cache: Any) -> bool:
     return isinstance(cache, Tensor) and cache.dtype is E4M3
 
 
@@ -37,7 +37,7 @@ def check_unscaled(k_scale: Scale, v_scale: Scale, k: Any) -> None:
         return
     name = "k_scale" if k_scale is not None else "v_scale"
     found = f"found {k.dtype}" if isinstance(k, Tensor) else f"found {type(k).__name__}"
-    msg = f"{name} belongs to keys and values of torch.float8_e4m3fn; {found}; leave it out, or quantise both"
+    msg = f"{name} is only used with k and v of torch.float8_e4m3fn; {found}; remove {name}=, or quantise both"
     raise ArgumentError(msg)
 
 
@@ -62,18 +62,18 @@ def attend(given: Varlen, k_scale: Scale, v_scale: Scale, return_lse: bool) -> T
     tensors = [one for one in (given.q, given.sinks, given.mask, k_scale, v_scale) if isinstance(one, Tensor)]
     if (is_grad_enabled() and any(one.requires_grad for one in tensors)) or has_tangent(*tensors):
         raise DifferentiationError(NO_GRADIENT)
-    every = (*given, *scale_arguments(k_scale, v_scale))
+    operands = (*given, *scale_arguments(k_scale, v_scale))
     if is_compiling():
-        out, lse = _operator(*every)
+        out, lse = _operator(*operands)
         return (out, lse) if return_lse else out
     try:
         if return_lse or transforms_are_active():
-            result: tuple[Tensor, Tensor] = _operator(*every)
+            result: tuple[Tensor, Tensor] = _operator(*operands)
             return result if return_lse else result[0]
-        only: Tensor = _inference_operator(*every)
+        only: Tensor = _inference_operator(*operands)
         return only
     except Exception as error:
-        cause = arguments.explain_varlen(error, given, ("attention_e4m3_forward", every))
+        cause = arguments.explain_varlen(error, given, ("attention_e4m3_forward", operands))
         if cause is error:
             raise
         raise cause from error
@@ -81,11 +81,11 @@ def attend(given: Varlen, k_scale: Scale, v_scale: Scale, return_lse: bool) -> T
 
 def append(cache: tuple[Any, ...], k_scale: Scale, v_scale: Scale) -> None:
     """``cache``: k_cache, v_cache, k_new, v_new, cache_seqlens, block_table."""
-    every = (*cache, *scale_arguments(k_scale, v_scale))
+    operands = (*cache, *scale_arguments(k_scale, v_scale))
     try:
-        _append_operator(*every)
+        _append_operator(*operands)
     except Exception as error:
-        cause = explain(error, "attention_append_e4m3_", every)
+        cause = explain(error, "attention_append_e4m3_", operands)
         if cause is error:
             raise
         raise cause from error

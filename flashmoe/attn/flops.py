@@ -22,8 +22,8 @@ def backward_flops(
     grad_out: Any, grad_lse: Any, q: Sequence[int], k: Sequence[int], *rest: Any, needs: int = ALL_GRADIENTS, **_: Any
 ) -> int:
     """From shapes, in the order of the backward operator's tensors."""
-    of_q, of_v = backward_products(rest[5] if len(rest) > 5 else needs)
-    return of_q * _product(q, k) + of_v * _product((*q[:3], rest[0][3]), k)
+    for_q, for_v = backward_products(rest[5] if len(rest) > 5 else needs)
+    return for_q * _product(q, k) + for_v * _product((*q[:3], rest[0][3]), k)
 
 
 def backward_products(needs: int) -> tuple[int, int]:
@@ -72,8 +72,8 @@ def varlen_backward_flops(*arguments: Any, **_: Any) -> int:
     given = VarlenBackward(*arguments)
     rows = _lengths(given.cu_seqlens_q, given.q, given.max_seqlen_q)
     keys = _lengths(given.cu_seqlens_k, given.k, given.max_seqlen_k, given.seqused_k)
-    of_q, of_v = backward_products(given.needs)
-    return int(2 * given.q.shape[1] * _scores(rows, keys) * (of_q * given.q.shape[-1] + of_v * given.v.shape[-1]))
+    for_q, for_v = backward_products(given.needs)
+    return int(2 * given.q.shape[1] * _scores(rows, keys) * (for_q * given.q.shape[-1] + for_v * given.v.shape[-1]))
 
 
 def mask_backward_flops(*arguments: Any, **_: Any) -> int:

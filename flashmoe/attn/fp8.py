@@ -31,17 +31,17 @@ Scales = tuple[Scale, Scale, Scale]
 _NAMES = ("q_scale", "k_scale", "v_scale")
 
 
-def concerns(q: Any, q_scale: Scale, k_scale: Scale, v_scale: Scale, out_dtype: torch.dtype | None) -> bool:
+def is_fp8_call(q: Any, q_scale: Scale, k_scale: Scale, v_scale: Scale, out_dtype: torch.dtype | None) -> bool:
     """Whether q is float8_e4m3fn, or an argument is given that only such a q allows."""
     return (isinstance(q, Tensor) and q.dtype is E4M3) or not (
         q_scale is None and k_scale is None and v_scale is None and out_dtype is None
     )
 
 
-def _refuse_wide(q: Any, scales: Scales) -> NoReturn:
+def _raise_not_fp8(q: Any, scales: Scales) -> NoReturn:
     name = next((name for name, value in zip(_NAMES, scales, strict=True) if value is not None), "out_dtype")
     found = f"found {q.dtype}" if isinstance(q, Tensor) else f"found {type(q).__name__}"
-    msg = f"{name} belongs to q, k and v of torch.float8_e4m3fn; {found}; leave it out, or quantise all three"
+    msg = f"{name} is only used with q, k and v of torch.float8_e4m3fn; {found}; remove {name}=, or quantise all three"
     raise ArgumentError(msg)
 
 
@@ -64,21 +64,21 @@ def attend(
         return trace_call(attention, **named, **given, **options)
     q = tensors[0]
     if not isinstance(q, Tensor) or q.dtype is not E4M3:
-        _refuse_wide(q, scales)
+        _raise_not_fp8(q, scales)
     arguments.check_scalars(scale, causal, return_lse, consistent)
     dtype, factor, parts = _prepared(tensors, scales, out_dtype, scale)
     values, factors = zip(*parts, strict=True)
-    every = (*tensors, factor, causal, dtype is torch.float16, *values, *factors)
+    operands = (*tensors, factor, causal, dtype is torch.float16, *values, *factors)
     chosen = {name: value for name, value in options.items() if not _is_default(value)}
     if chosen or factor <= 0.0 or not _has_kernel(q.device) or _is_differentiated(*tensors, *scales):
         if not is_compiling():
-            check(OPERATOR, every)
+            check(OPERATOR, operands)
         wide = torch.float32 if q.device.type == "cpu" else dtype
         elements = [dequantize(one, *part, wide) for one, part in zip(tensors, parts, strict=True)]
         given = {"causal": causal, "scale": factor, "return_lse": return_lse, "consistent": consistent}
         result = attention(*elements, **given, **_in(wide, chosen))
         return (result[0].to(dtype), result[1]) if return_lse else result.to(dtype)
-    return _call(_operator, OPERATOR, every, return_lse)
+    return _call(_operator, OPERATOR, operands, return_lse)
 
 
 def attend_varlen(
@@ -97,9 +97,9 @@ def attend_varlen(
     score options run on its 16-bit kernels."""
     q, k, v = tensors
     if not isinstance(q, Tensor) or q.dtype is not E4M3:
-        _refuse_wide(q, (scales[0], None, None))
+        _raise_not_fp8(q, (scales[0], None, None))
     if options["out"] is not None:
-        msg = "out is given, but q is torch.float8_e4m3fn, whose result has another dtype; leave out away"
+        msg = "out is given, but q is torch.float8_e4m3fn, whose result has another dtype; remove out="
         raise ArgumentError(msg)
     arguments.check_scalars(scale, causal, return_lse, options["consistent"])
     dtype, factor, parts = _prepared(tensors, scales, out_dtype, scale)
@@ -110,16 +110,16 @@ def attend_varlen(
         arguments.check_optional_tensor(name, tensor)
     given = {"seqused_k": seqused_k, "causal": causal, "scale": factor, "return_lse": return_lse, **options}
     if options["block_table"] is not None:
-        of_keys = {"k_scale": scales[1], "v_scale": scales[2]}
+        key_scales = {"k_scale": scales[1], "v_scale": scales[2]}
         wide_q = _dequantize_tokens("q_scale", q, *parts[0], cu_seqlens_q, dtype)
-        return attention(wide_q, k, v, cu_seqlens_q, cu_seqlens_k, *most, **given, **of_keys)
+        return attention(wide_q, k, v, cu_seqlens_q, cu_seqlens_k, *most, **given, **key_scales)
     values, factors = zip(*parts, strict=True)
-    every = (*tensors, *lengths[:3], *most, factor, causal, dtype is torch.float16, *values, *factors)
+    operands = (*tensors, *lengths[:3], *most, factor, causal, dtype is torch.float16, *values, *factors)
     is_plain = all(_is_default(options[name]) for name in _SCORE_OPTIONS)
     if is_plain and factor > 0.0 and _has_kernel(q.device) and not _is_differentiated(*tensors, *scales):
-        return _call(_varlen_operator, VARLEN_OPERATOR, every, return_lse)
+        return _call(_varlen_operator, VARLEN_OPERATOR, operands, return_lse)
     if not is_compiling():
-        check(VARLEN_OPERATOR, every)
+        check(VARLEN_OPERATOR, operands)
     wide = torch.float32 if q.device.type == "cpu" else dtype
     ends = (cu_seqlens_q, cu_seqlens_k, cu_seqlens_k)
     elements = [
@@ -169,11 +169,13 @@ def _prepared(
     return dtype, factor, [split_scale(name, one) for name, one in zip(_NAMES, scales, strict=True)]
 
 
-def _call(operator: Callable[..., tuple[Tensor, Tensor]], name: str, every: tuple[Any, ...], return_lse: bool) -> Any:
+def _call(
+    operator: Callable[..., tuple[Tensor, Tensor]], name: str, operands: tuple[Any, ...], return_lse: bool
+) -> Any:
     try:
-        out, lse = operator(*every)
+        out, lse = operator(*operands)
     except Exception as error:
-        cause = explain(error, name, every)
+        cause = explain(error, name, operands)
         if cause is error:
             raise
         raise cause from error

@@ -15,7 +15,7 @@ from torch._C import _are_functorch_transforms_active as transforms_are_active
 from torch.compiler import is_compiling
 
 from flashmoe import keywords
-from flashmoe.attn import arguments, e4m3, into
+from flashmoe.attn import arguments, e4m3, out_variant
 from flashmoe.attn.operators import NO_TRANSFORM_APPENDS
 from flashmoe.attn.options import Varlen, Window
 from flashmoe.attn.varlen import OPTIONS, attend, check_lengths
@@ -128,9 +128,9 @@ def attention_with_kvcache(
         DifferentiationError: a gradient was requested; call it under torch.no_grad().
     """
     if misplaced:
-        keywords.refuse_positional("attention_with_kvcache", misplaced, _ARGUMENTS[5:], 5)
+        keywords.raise_extra_positional("attention_with_kvcache", misplaced, _ARGUMENTS[5:], 5)
     if misspelt:
-        keywords.refuse("attention_with_kvcache", misspelt, _ARGUMENTS)
+        keywords.raise_unknown("attention_with_kvcache", misspelt, _ARGUMENTS)
     tensors = (q, k_cache, v_cache, k_new, v_new, sinks)
     given = tuple(tensor for tensor in tensors if isinstance(tensor, Tensor))
     if (is_grad_enabled() and any(tensor.requires_grad for tensor in given)) or has_tangent(*given):
@@ -193,7 +193,7 @@ def _append_last(
             cache, k_scale, v_scale
         )  # an error that both checks find is reported for the caller's own arguments
         raise
-    if e4m3.has_codes(cache[0]):
+    if e4m3.is_fp8(cache[0]):
         e4m3.append(cache, k_scale, v_scale)
     else:
         append_checked(*cache)
@@ -202,7 +202,7 @@ def _append_last(
 def check_append(cache: tuple[Any, ...], k_scale: e4m3.Scale, v_scale: e4m3.Scale) -> None:
     """Raise the error that the append would raise."""
     nothing = ArgumentError("")
-    if e4m3.has_codes(cache[0]):
+    if e4m3.is_fp8(cache[0]):
         every = (*cache, *e4m3.scale_arguments(k_scale, v_scale))
         cause = explain(nothing, "attention_append_e4m3_", every)
     else:
@@ -221,9 +221,9 @@ def check_before(given: Varlen, k_scale: e4m3.Scale = None, v_scale: e4m3.Scale 
     layouts = _layouts(given, (k_scale, v_scale, out))
     if layouts in _accepted:  # the checks in C++ take as long as a small call
         return
-    name, every = into.call_of(given, k_scale, v_scale, out)
+    name, operands = out_variant.call_of(given, k_scale, v_scale, out)
     nothing = ArgumentError("")
-    cause = arguments.explain_varlen(nothing, given, (name, every))
+    cause = arguments.explain_varlen(nothing, given, (name, operands))
     if cause is not nothing:
         raise cause
     if layouts is not None:

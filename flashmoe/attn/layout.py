@@ -15,21 +15,21 @@ from torch._C import _is_tracing as is_tracing
 
 # Key heads of models: up to 128 if every query head has its own, otherwise 16. Prompts of fewer tokens than that are common.
 SUSPICIOUS_HEADS = 64
-calls_left = 16
+checks_left = 16
 
 
-def look_at(q: Any, k: Any) -> None:
+def warn_if_transposed(q: Any, k: Any) -> None:
     """Warn, once per process, if k has at least 64 heads and more heads than rows, q has as many rows as k, and at least as many heads."""
-    global calls_left
-    calls_left -= 1
+    global checks_left
+    checks_left -= 1
     if is_tracing() or not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
         return
     heads, rows = k.shape[1], k.shape[2]
     if heads < SUSPICIOUS_HEADS or rows >= heads or rows < 2 or q.shape[2] != rows or q.shape[1] < heads:
         return
-    calls_left = 0
+    checks_left = 0
     message = (
         f"attention has q {list(q.shape)} and k {list(k.shape)}: {heads} heads of {rows} rows. The layout is [batch, heads, length, "
-        "head_dim]; if these are [batch, length, heads, head_dim], call .transpose(1, 2) on q, k, v and the result. Said once."
+        "head_dim]; if these are [batch, length, heads, head_dim], call .transpose(1, 2) on q, k, v and the result. This warning is shown once."
     )
     warnings.warn(message, stacklevel=3)

@@ -39,7 +39,7 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
     rows = (out_a.shape[1], out_a.shape[0]) if rank == 3 else tuple(out_a.shape[:-1])
     if rank not in (3, 4) or out_a.shape != out_b.shape or tuple(lse_a.shape) != rows or lse_a.shape != lse_b.shape:
         found = ", ".join(shape_of(t) for t in (out_a, lse_a, out_b, lse_b))
-        msg = f"out must be [B, H, S, D] with lse [B, H, S], or [N, H, D] with lse [H, N], both parts alike; found {found}"
+        msg = f"out must be [B, H, S, D] with lse [B, H, S], or [N, H, D] with lse [H, N], and both results with equal shapes; found {found}"
         raise ShapeError(msg)
     parts = (out_a, lse_a, out_b, lse_b)
     if not _has_kernel(*parts) or transforms_are_active() or has_tangent(*parts):
@@ -134,7 +134,7 @@ def _check_parts(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> None:
         first = f"{name[:-1]}a"
         if part.dtype != parts[first].dtype or not part.is_floating_point():
             found = f"{part.dtype} in {name} and {parts[first].dtype} in {first}"
-            msg = f"both parts must have one floating dtype; found {found}; convert them with .to()"
+            msg = f"both results must have one floating dtype; found {found}; convert them with .to()"
             raise DtypeError(msg)
 
 

@@ -78,7 +78,7 @@ class Attention(nn.Module):
             msg = f"{name} must be a torch.Tensor [batch, length, {self.dim}]; found {type(tensor).__name__}"
             raise ArgumentTypeError(msg)
         if tensor.dim() != 3 or tensor.shape[2] != self.dim:
-            msg = f"{name} must be [batch, length, {self.dim}]; found {list(tensor.shape)}; reshape it, or make the layer with another dim"
+            msg = f"{name} must be [batch, length, {self.dim}]; found {list(tensor.shape)}; reshape it, or create the layer with another dim"
             raise ShapeError(msg)
         check_input_dtype(name, tensor, getattr(self.q_proj, "weight", None))
 
@@ -100,7 +100,7 @@ def _sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> 
         msg = f"heads must be a multiple of kv_heads; found {heads} and {groups}; use a divisor of {heads}"
         raise ArgumentError(msg)
     if head_dim is None and dim % heads:
-        msg = f"dim must be a multiple of heads; found {dim} and {heads}; change one, or give head_dim"
+        msg = f"dim must be a multiple of heads; found {dim} and {heads}; change one, or pass head_dim"
         raise ArgumentError(msg)
     size = dim // heads if head_dim is None else check_size("head_dim", head_dim)
     if size > MAX_HEAD_DIM:

@@ -11,12 +11,12 @@ from flashmoe.errors import ArgumentError
 from flashmoe.operator import Operator
 
 NO_TRANSFORM_APPENDS = (
-    "new keys are appended in place, which no transform of torch.func (vmap, functionalize) can follow; make the mapped dimension part "
-    "of the batch, a cache for each sequence, or append before"
+    "new keys are appended in place, which torch.func's transforms (vmap, functionalize) do not support; make the mapped "
+    "dimension part of the batch, with a cache for each sequence, or append before the transform"
 )
 
 
-def refuse_vmap_append(*_: Any) -> NoReturn:
+def raise_no_vmap_append(*_: Any) -> NoReturn:
     raise ArgumentError(NO_TRANSFORM_APPENDS)
 
 
@@ -48,7 +48,7 @@ OPERATORS = (
         fake=fake.backward,
         flops=flops.backward_flops,
         vmap=autograd.dense_backward.vmap,
-        gradient=autograd.refuse_double_backward,
+        gradient=autograd.raise_double_backward,
     ),
     _varlen(
         "attention_varlen_forward",
@@ -56,7 +56,7 @@ OPERATORS = (
         flops=flops.varlen_flops,
         vmap=autograd.varlen.vmap,
         gradient=autograd.varlen_gradient,
-        setup_context=autograd.keep_varlen,
+        setup_context=autograd.save_varlen,
     ),
     _varlen(
         "_attention_varlen_inference",
@@ -69,7 +69,7 @@ OPERATORS = (
         fake=fake.varlen_out,
         flops=flops.out_flops,
         counts_raw=True,
-        vmap=refusals.refuse_vmap_out,
+        vmap=refusals.raise_no_vmap_out,
     ),
     Operator(
         "attention_varlen_backward",
@@ -79,7 +79,7 @@ OPERATORS = (
         flops=flops.varlen_backward_flops,
         counts_raw=True,
         vmap=autograd.varlen_backward.vmap,
-        gradient=autograd.refuse_double_backward,
+        gradient=autograd.raise_double_backward,
     ),
     Operator(
         "_attention_varlen_backward", fake=fake.varlen_kernels, flops=flops.varlen_backward_flops, counts_raw=True
@@ -92,7 +92,7 @@ OPERATORS = (
         flops=flops.mask_backward_flops,
         counts_raw=True,
         vmap=autograd.mask_backward.vmap,
-        gradient=autograd.refuse_double_backward,
+        gradient=autograd.raise_double_backward,
     ),
     Operator("_attention_mask_backward", fake=fake.mask_kernels, flops=flops.mask_backward_flops, counts_raw=True),
     _varlen(
@@ -101,7 +101,7 @@ OPERATORS = (
         flops=flops.prefix_flops,
         vmap=autograd.dropout.vmap,
         gradient=autograd.dropout_gradient,
-        setup_context=autograd.keep_dropout,
+        setup_context=autograd.save_dropout,
     ),
     Operator(
         "attention_dropout_backward",
@@ -111,7 +111,7 @@ OPERATORS = (
         flops=flops.dropout_backward_flops,
         counts_raw=True,
         vmap=autograd.dropout_backward.vmap,
-        gradient=autograd.refuse_double_backward,
+        gradient=autograd.raise_double_backward,
     ),
     Operator(
         "_attention_dropout_backward", fake=fake.dropout_kernels, flops=flops.dropout_backward_flops, counts_raw=True
@@ -124,7 +124,7 @@ OPERATORS = (
         flops=flops.bias_gradient_flops,
         counts_raw=True,
         vmap=autograd.bias_gradient.vmap,
-        gradient=autograd.refuse_double_backward,
+        gradient=autograd.raise_double_backward,
     ),
     Operator("_attention_bias_gradient", fake=fake.bias_kernels, flops=flops.bias_kernels_flops, counts_raw=True),
     Operator(
@@ -132,34 +132,38 @@ OPERATORS = (
         fake=fake.e4m3_forward,
         flops=flops.prefix_flops,
         counts_raw=True,
-        vmap=refusals.refuse_vmap,
-        gradient=refusals.refuse_gradient,
+        vmap=refusals.raise_no_vmap,
+        gradient=refusals.raise_no_gradient,
     ),
     Operator(
         "_attention_e4m3_inference",
         fake=fake.e4m3_inference,
         flops=flops.prefix_flops,
         counts_raw=True,
-        vmap=refusals.refuse_vmap,
+        vmap=refusals.raise_no_vmap,
     ),
     Operator(
-        "_attention_e4m3_out", fake=fake.e4m3_out, flops=flops.out_flops, counts_raw=True, vmap=refusals.refuse_vmap_out
+        "_attention_e4m3_out",
+        fake=fake.e4m3_out,
+        flops=flops.out_flops,
+        counts_raw=True,
+        vmap=refusals.raise_no_vmap_out,
     ),
     Operator(
         "attention_fp8_forward",
         fake=fake.fp8_forward,
         flops=flops.forward_flops,
-        vmap=refusals.refuse_vmap,
-        gradient=refusals.refuse_gradient,
+        vmap=refusals.raise_no_vmap,
+        gradient=refusals.raise_no_gradient,
     ),
     Operator(
         "attention_fp8_varlen_forward",
         fake=fake.fp8_varlen_forward,
         flops=flops.fp8_varlen_flops,
-        vmap=refusals.refuse_vmap,
-        gradient=refusals.refuse_gradient,
+        vmap=refusals.raise_no_vmap,
+        gradient=refusals.raise_no_gradient,
     ),
-    Operator("attention_append_e4m3_", fake=fake.e4m3_append, flops=lambda *_, **__: 0, vmap=refuse_vmap_append),
+    Operator("attention_append_e4m3_", fake=fake.e4m3_append, flops=lambda *_, **__: 0, vmap=raise_no_vmap_append),
     Operator("_attention_merge", fake=lambda *_: None, flops=lambda *_, **__: 0),
-    Operator("attention_append_", fake=fake.append, flops=lambda *_, **__: 0, vmap=refuse_vmap_append),
+    Operator("attention_append_", fake=fake.append, flops=lambda *_, **__: 0, vmap=raise_no_vmap_append),
 )

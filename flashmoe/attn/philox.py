@@ -19,7 +19,7 @@ _LATTICE = (
 ROUNDS = 7
 
 
-def kept(rng_state: Tensor, dropout_p: float, sequences: range, heads: range, rows: int, keys: int) -> Tensor:
+def keep_mask(rng_state: Tensor, dropout_p: float, sequences: range, heads: range, rows: int, keys: int) -> Tensor:
     """bool [sequences, heads, rows, keys] on ``rng_state``'s device, True where a probability is kept."""
     threshold = min(_UNITS - 1, math.floor(dropout_p * _UNITS + 0.5))
     row_groups, key_groups, device = -(-rows // 16), -(-keys // 32), rng_state.device
@@ -37,12 +37,12 @@ def kept(rng_state: Tensor, dropout_p: float, sequences: range, heads: range, ro
     point = start + sum(step * word for step, word in zip(_LATTICE, counter, strict=True)) & _WORD
     limit = whole + (point < rest << 24).int()
     # One word at a time, because each takes eight bytes in memory.
-    kept = torch.stack(
+    keep = torch.stack(
         [torch.stack([word >> 8 * byte & 0xFF >= limit for byte in range(4)]) for word in philox(counter, tuple(key))]
     )
     # [16 keys, column of a pair, 8 keys, 8 rows, sequence, head, row group, 8, key group, 4]
     shape = (2, 2, 2, 2, len(sequences), len(heads), row_groups, 8, key_groups, 4)
-    rows_and_keys = kept.view(shape).permute(4, 5, 6, 3, 7, 8, 0, 2, 9, 1)
+    rows_and_keys = keep.view(shape).permute(4, 5, 6, 3, 7, 8, 0, 2, 9, 1)
     return rows_and_keys.reshape(len(sequences), len(heads), 16 * row_groups, 32 * key_groups)[..., :rows, :keys]
 
 

@@ -10,19 +10,19 @@ NO_GRADIENT = (
     "attention over a torch.float8_e4m3fn cache has no gradient; call it under torch.no_grad(), or dequantise k and v "
     "with .to(q.dtype) * scale for training"
 )
-NO_TRANSFORM = "no transform of torch.func (vmap, functionalize) can follow a torch.float8_e4m3fn cache; make the mapped dimension part of the batch"
+NO_TRANSFORM = "torch.func's transforms (vmap, functionalize) do not support a torch.float8_e4m3fn cache; make the mapped dimension part of the batch"
 NO_OUT_TRANSFORM = (
-    "out= is written in place, which no transform of torch.func (vmap, functionalize) can follow; leave out= away"
+    "out= is written in place, which torch.func's transforms (vmap, functionalize) do not support; remove out="
 )
 
 
-def refuse_gradient(*_: Any) -> NoReturn:
+def raise_no_gradient(*_: Any) -> NoReturn:
     raise DifferentiationError(NO_GRADIENT)
 
 
-def refuse_vmap(*_: Any) -> NoReturn:
+def raise_no_vmap(*_: Any) -> NoReturn:
     raise ArgumentError(NO_TRANSFORM)
 
 
-def refuse_vmap_out(*_: Any) -> NoReturn:
+def raise_no_vmap_out(*_: Any) -> NoReturn:
     raise ArgumentError(NO_OUT_TRANSFORM)

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from flashmoe import _extension, fallback, keywords
 from flashmoe.attn import autograd, sdpa_dispatch
-from flashmoe.attn.api import attention, needs_output_alone
+from flashmoe.attn.api import attention, needs_only_output
 from flashmoe.attn.arguments import MAX_GPU_OPTIONS_HEAD_DIM
 from flashmoe.attn.fake import matches_sdpa
 from flashmoe.checks import has_fx_proxies, trace_call
@@ -53,22 +53,24 @@ def scaled_dot_product_attention(
     differ in length, which torch's fused CPU kernel does not check: it reads past the end of the shorter one.
     """
     if misspelt:
-        keywords.refuse("scaled_dot_product_attention", misspelt, sdpa_dispatch.ARGUMENTS)
+        keywords.raise_unknown("scaled_dot_product_attention", misspelt, sdpa_dispatch.ARGUMENTS)
     if attn_mask is None and dropout_p == 0.0 and not is_compiling():
         out = _plain_call(query, key, value, is_causal, scale, enable_gqa)
         if out is not None:
             return out
-    obstacle = sdpa_dispatch.find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if obstacle is not None:
+    unsupported_reason = sdpa_dispatch.find_unsupported(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    )
+    if unsupported_reason is not None:
         if has_fx_proxies(query, key, value):
             arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             traced: Tensor = trace_call(scaled_dot_product_attention, *arguments)
             return traced
-        sdpa_dispatch.refuse_unequal_lengths(key, value)
+        sdpa_dispatch.check_equal_lengths(key, value)
         if sdpa_dispatch.jagged_route is None or not sdpa_dispatch.are_jagged(
             query, key, value
         ):  # for jagged tensors torch reports its own choice
-            fallback.note_fallback(obstacle)
+            fallback.note_fallback(unsupported_reason)
         if sdpa_dispatch.has_no_heads(query, key, value):  # with zero heads torch's fused CPU kernel divides by zero
             empty = torch._scaled_dot_product_attention_math
             return empty(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
@@ -80,7 +82,7 @@ def scaled_dot_product_attention(
             # torch's message for mismatched heads; other errors have other causes.
             is_size = type(error) is RuntimeError and "must match the size of tensor" in str(error)
             if is_size and not enable_gqa and sdpa_dispatch.would_form_groups(query, key):
-                msg = f"{error} (query has {query.shape[-3]} heads and key {key.shape[-3]}: give enable_gqa=True)"
+                msg = f"{error} (query has {query.shape[-3]} heads and key {key.shape[-3]}: pass enable_gqa=True)"
                 raise RuntimeError(msg) from error
             raise
     if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == key.shape[:2] == value.shape[:2]:
@@ -97,7 +99,7 @@ def _plain_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | No
     if not (type(causal) is type(enable_gqa) is bool and (scale is None or type(scale) is float)):  # type: ignore[redundant-expr]
         return None
     try:
-        if needs_output_alone(q, k, v):
+        if needs_only_output(q, k, v):
             only: Tensor | None = _drop_in_operator(q, k, v, scale, causal, enable_gqa)
             return only
         if not matches_sdpa(q.shape, k.shape, causal, enable_gqa) or q.shape[-1] > MAX_GPU_OPTIONS_HEAD_DIM:

@@ -23,15 +23,12 @@ from flashmoe.transforms import autocast_dtype, has_tangent
 
 WIDE_CAPABILITY = (8, 0)
 BF16_CAPABILITY = (8, 0)
-WRONG_DROPOUT = "dropout_p is not a number from 0 up to, but not including, 1"
-NESTED = (
-    "an input is nested or sparse; flashmoe takes dense tensors, and jagged ones from torch's own attention on a GPU "
-    "while flashmoe.activate() is in force"
-)
+WRONG_DROPOUT = "dropout_p is not a number that is at least 0 and less than 1"
+NESTED = "an input is nested or sparse; flashmoe supports dense tensors, and jagged ones through torch's own attention on a GPU after flashmoe.activate()"
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-class Path(str, Enum):
+class Backend(str, Enum):
     """The library whose attention runs."""
 
     FLASHMOE = "flashmoe"
@@ -45,7 +42,7 @@ class Path(str, Enum):
 class Route:
     """The path that a call takes, and the reason."""
 
-    path: Path
+    path: Backend
     reason: str
 
 
@@ -65,14 +62,14 @@ def explain(
     Raises ShapeError if key and value differ in length, as that function does.
     """
     if misspelt:
-        keywords.refuse("explain", misspelt, ARGUMENTS, like="scaled_dot_product_attention")
-    obstacle = find_obstacle(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if obstacle is None:
-        return Route(Path.FLASHMOE, "everything asked for is supported")
-    if jagged_route is not None and obstacle == NESTED and are_jagged(query, key, value):
+        keywords.raise_unknown("explain", misspelt, ARGUMENTS, like="scaled_dot_product_attention")
+    unsupported_reason = find_unsupported(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if unsupported_reason is None:
+        return Route(Backend.FLASHMOE, "all arguments are supported")
+    if jagged_route is not None and unsupported_reason == NESTED and are_jagged(query, key, value):
         return jagged_route(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    refuse_unequal_lengths(key, value)  # as the call does
-    return Route(Path.TORCH, obstacle)
+    check_equal_lengths(key, value)  # as the call does
+    return Route(Backend.TORCH, unsupported_reason)
 
 
 # While flashmoe.activate() is in force: explains where a call with jagged tensors runs; torch chooses the backend of all such calls.
@@ -84,23 +81,23 @@ def are_jagged(*tensors: Any) -> bool:
     return all(isinstance(x, Tensor) and x.layout is torch.jagged for x in tensors)
 
 
-def find_obstacle(
+def find_unsupported(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> str | None:
     """Why flashmoe does not run this call, or None if it does. Symbolic sizes may be guarded on."""
     for find, _ in OBSTACLES:
-        obstacle = find(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        if obstacle is not None:
-            return obstacle
+        unsupported_reason = find(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if unsupported_reason is not None:
+            return unsupported_reason
     return None
 
 
-def _dropout_obstacle(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
+def _unsupported_dropout(query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
     is_probability = is_number(dropout_p) and 0.0 <= dropout_p < 1.0
     return None if is_probability or dropout_p == 0.0 else WRONG_DROPOUT
 
 
-def _memory_obstacle(query: Any, key: Any, value: Any, *_: Any) -> str | None:
+def _unsupported_memory(query: Any, key: Any, value: Any, *_: Any) -> str | None:
     for tensor in (query, key, value):
         if not isinstance(tensor, Tensor):
             return f"an input is a {type(tensor).__name__}, not a tensor"
@@ -111,7 +108,7 @@ def _memory_obstacle(query: Any, key: Any, value: Any, *_: Any) -> str | None:
     return None
 
 
-def _scalar_obstacle(
+def _unsupported_scalar(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any
 ) -> str | None:
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
@@ -122,14 +119,14 @@ def _scalar_obstacle(
     return "scale is not a finite number"
 
 
-def _device_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
+def _unsupported_device(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
     device = query.device
     if key.device != device or value.device != device:
         return f"the inputs are on different devices ({device}, {key.device}, {value.device})"
     return None if device.type in DTYPES else f"there is no kernel for device type {device.type}"
 
 
-def _dtype_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
+def _unsupported_dtype(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
     device_type = query.device.type
     dtypes = _dtypes(query, key, value)
     dtype = dtypes[0]
@@ -156,7 +153,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> str | None:
+def _unsupported_shape(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> str | None:
     q, k, v = query.shape, key.shape, value.shape
     if len(q) < 2 or len(k) < 2 or len(v) < 2:
         return "an input has fewer than two dimensions"
@@ -165,24 +162,24 @@ def _shape_obstacle(query: Tensor, key: Tensor, value: Tensor, *options: Any) ->
     for head_dim in (q[-1], v[-1]):
         if head_dim < 1 or head_dim > MAX_HEAD_DIM:
             return f"head dim {head_dim} is outside 1 to {MAX_HEAD_DIM}"
-    return _batch_obstacle(q[:-2], k[:-2], v[:-2], enable_gqa=options[-1])
+    return _unsupported_batch(q[:-2], k[:-2], v[:-2], enable_gqa=options[-1])
 
 
-def _wide_obstacle(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
+def _unsupported_wide(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any, dropout_p: Any, *_: Any) -> str | None:
     head_dim = max(query.shape[-1], value.shape[-1])
     if head_dim <= MAX_GPU_OPTIONS_HEAD_DIM or query.device.type == "cpu":
         return None
     if query.device.type == "cuda" and _capability(query.device) < WIDE_CAPABILITY:
         return f"head dim {head_dim} needs compute capability 8.0; this GPU is older"
     if dropout_p:
-        return f"dropout has head dims up to {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, not {head_dim}"
+        return f"dropout supports head dims up to {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, not {head_dim}"
     tensors = (query, key, value, attn_mask)
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors):
-        return f"gradients have head dims up to {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, not {head_dim}"
+        return f"gradients support head dims up to {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, not {head_dim}"
     return None
 
 
-def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> str | None:
+def _unsupported_batch(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: bool) -> str | None:
     """Why the dimensions before [length, head_dim] do not fit: they must be equal, or broadcast as in SDPA."""
     if enable_gqa and min(len(q), len(k), len(v)) < 1:
         return "enable_gqa needs a head dimension"
@@ -190,7 +187,7 @@ def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: boo
         return None
     if enable_gqa:
         if k[-1] != v[-1] or k[-1] < 1 or q[-1] % k[-1] != 0:
-            return f"query heads {q[-1]}, key heads {k[-1]} and value heads {v[-1]} form no groups"
+            return f"query heads {q[-1]}, key heads {k[-1]} and value heads {v[-1]} are not divisible into groups"
         q, k, v = q[:-1], k[:-1], v[:-1]
     try:
         torch.broadcast_shapes(q, k, v)
@@ -199,7 +196,7 @@ def _batch_obstacle(q: torch.Size, k: torch.Size, v: torch.Size, enable_gqa: boo
     return None
 
 
-def _mask_obstacle(
+def _unsupported_mask(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -212,12 +209,12 @@ def _mask_obstacle(
     if attn_mask is None:
         return None
     if is_causal:
-        return "attn_mask and is_causal are both given, which torch refuses"
+        return "attn_mask and is_causal are both given, which torch rejects"
     if not isinstance(attn_mask, Tensor) or attn_mask.is_nested or attn_mask.layout is not torch.strided:
         return "attn_mask is not a dense tensor"
     mask_dtype, dtype = _dtypes(attn_mask, query)
     if attn_mask.device != query.device or mask_dtype not in (torch.bool, dtype):
-        return f"attn_mask is {mask_dtype} on {attn_mask.device}; flashmoe takes bool or query's dtype, on its device"
+        return f"attn_mask is {mask_dtype} on {attn_mask.device}; flashmoe supports bool or query's dtype, on query's device"
     heads = 3 if enable_gqa else 2  # grouped: the mask has query heads, but key has fewer heads
     batch = torch.broadcast_shapes(*(tensor.shape[:-heads] for tensor in (query, key, value)))
     target = (*batch, *query.shape[-heads:-1], key.shape[-2])
@@ -229,36 +226,39 @@ def _broadcasts(shape: torch.Size, target: tuple[int, ...]) -> bool:
     return len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
 
 
-def _derivative_obstacle(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
-    return "forward-mode differentiation is asked for" if has_tangent(query, key, value) else None
+def _unsupported_derivative(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> str | None:
+    return "forward-mode differentiation is requested" if has_tangent(query, key, value) else None
 
 
 # The calls that go to torch: each rule, with its rows of the documentation's table. The rules run in this order, and a rule
 # may rely on those before it.
 OBSTACLES: tuple[tuple[Callable[..., str | None], tuple[str, ...]], ...] = (
-    (_dropout_obstacle, ("`dropout_p` of 1, or what is no probability",)),
-    (_memory_obstacle, ("nested, sparse, named or zero tensors",)),
-    (_scalar_obstacle, ("`scale` not finite, or a tensor",)),
-    (_device_obstacle, ("devices other than CPU and CUDA; inputs on different devices",)),
+    (_unsupported_dropout, ("`dropout_p` of 1, or a value that is not a probability",)),
+    (_unsupported_memory, ("nested, sparse, named or zero tensors",)),
+    (_unsupported_scalar, ("`scale` not finite, or a tensor",)),
+    (_unsupported_device, ("devices other than CPU and CUDA; inputs on different devices",)),
     (
-        _dtype_obstacle,
+        _unsupported_dtype,
         (
             "float32 on CUDA; float64 and every other dtype; inputs of different dtypes",
             "bfloat16 on a GPU below compute capability 8.0",
         ),
     ),
     (
-        _shape_obstacle,
-        (f"a head dim of 0 or above {MAX_HEAD_DIM}", "batch or head sizes that neither broadcast nor form groups"),
+        _unsupported_shape,
+        (
+            f"a head dim of 0 or above {MAX_HEAD_DIM}",
+            "batch sizes that do not broadcast; heads that are not divisible into groups",
+        ),
     ),
     (
-        _wide_obstacle,
+        _unsupported_wide,
         (
             f"a head dim above {MAX_GPU_OPTIONS_HEAD_DIM} on a GPU, with gradients, with dropout, or below compute capability 8.0",
         ),
     ),
-    (_mask_obstacle, ("an `attn_mask` of a dtype that is neither bool nor `query`'s",)),
-    (_derivative_obstacle, ("forward-mode differentiation",)),
+    (_unsupported_mask, ("an `attn_mask` of a dtype that is neither bool nor `query`'s",)),
+    (_unsupported_derivative, ("forward-mode differentiation",)),
 )
 # Everything else, and how it runs (sdpa.py).
 SUPPORTED: tuple[tuple[str, str], ...] = (
@@ -273,13 +273,15 @@ SUPPORTED: tuple[tuple[str, str], ...] = (
 )
 
 
-def refuse_unequal_lengths(key: Any, value: Any) -> None:
+def check_equal_lengths(key: Any, value: Any) -> None:
     """Raise ShapeError for lengths that would make torch read outside of a tensor, or divide by zero (torch 2.10, CPU)."""
     for tensor in (key, value):
         if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.layout is not torch.strided or tensor.dim() < 2:
             return
     if key.shape[-2] != value.shape[-2]:
-        msg = f"key and value must have one length; found {key.shape[-2]} and {value.shape[-2]}; cut or pad one of them"
+        msg = (
+            f"key and value must have one length; found {key.shape[-2]} and {value.shape[-2]}; slice or pad one of them"
+        )
         raise ShapeError(msg)
 
 

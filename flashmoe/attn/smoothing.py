@@ -33,7 +33,7 @@ def smooth_keys(k: Any) -> Tensor:
         msg = f"k must be a tensor; found {type(k).__name__}; use torch.as_tensor"
         raise ArgumentTypeError(msg)
     if k.dtype not in _DTYPES:
-        msg = f"k must be float16, bfloat16 or float32; found {k.dtype}; smooth keys before they are quantised"
+        msg = f"k must be float16, bfloat16 or float32; found {k.dtype}; smooth keys before quantising them"
         raise DtypeError(msg)
     if k.dim() != 4:
         msg = f"k must be [batch, heads, keys, head_dim]; found {list(k.shape)}; add what is missing with .unsqueeze(0)"

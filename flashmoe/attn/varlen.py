@@ -15,7 +15,7 @@ from torch._C import _len_torch_dispatch_stack as num_dispatch_modes
 from torch.compiler import is_compiling
 
 from flashmoe import _extension, keywords
-from flashmoe.attn import arguments, autograd, dropout, e4m3, fp8, into
+from flashmoe.attn import arguments, autograd, dropout, e4m3, fp8, out_variant
 from flashmoe.attn.options import CONSISTENT, Varlen, Window
 from flashmoe.checks import has_fx_proxies, trace_call
 from flashmoe.errors import ArgumentError, ArgumentTypeError, DifferentiationError
@@ -184,9 +184,9 @@ def attention_varlen(
         DifferentiationError: forward mode, a second derivative, or a gradient over pages or float8_e4m3fn.
     """
     if misplaced:
-        keywords.refuse_positional("attention_varlen", misplaced, OPTIONS, 7)
+        keywords.raise_extra_positional("attention_varlen", misplaced, OPTIONS, 7)
     if misspelt:
-        keywords.refuse("attention_varlen", misspelt, _ARGUMENTS)
+        keywords.raise_unknown("attention_varlen", misspelt, _ARGUMENTS)
     if not isinstance(q, Tensor) or not isinstance(cu_seqlens_q, Tensor):  # type: ignore[redundant-expr]
         if has_fx_proxies(q, cu_seqlens_q):
             named = {name: value for name, value in locals().items() if name in _ARGUMENTS}
@@ -194,10 +194,10 @@ def attention_varlen(
             return traced
         check_lengths("cu_seqlens_q", cu_seqlens_q, "sequences + 1")
     if cu_seqlens_k is None and block_table is None:
-        msg = "cu_seqlens_k is None, so the keys must be in pages: give block_table and seqused_k, or cu_seqlens_k"
+        msg = "cu_seqlens_k is None, so the keys must be in pages; pass block_table and seqused_k, or cu_seqlens_k"
         raise ArgumentError(msg)
-    if q_scale is not None or out_dtype is not None or e4m3.has_codes(q):
-        of_codes: Tensor | tuple[Tensor, Tensor] = fp8.attend_varlen(
+    if q_scale is not None or out_dtype is not None or e4m3.is_fp8(q):
+        result: Tensor | tuple[Tensor, Tensor] = fp8.attend_varlen(
             attention_varlen,
             (q, k, v),
             (q_scale, k_scale, v_scale),
@@ -219,7 +219,7 @@ def attention_varlen(
                 "out": out,
             },
         )
-        return of_codes
+        return result
     return attend(
         q,
         k,
@@ -301,7 +301,7 @@ def attend(
         scale = float(scale) if isinstance(scale, int) else scale
     if alibi_slopes is not None:
         if mask is not None:
-            msg = "attn_mask and alibi_slopes are both given; add the bias to attn_mask, and leave alibi_slopes out"
+            msg = "attn_mask and alibi_slopes are both given; add the bias to attn_mask, and remove alibi_slopes"
             raise ArgumentError(msg)
         mask = expand_slopes(alibi_slopes, q, cu_seqlens_q)
     left, right = (-1, -1) if window is None else _sides(window)
@@ -314,7 +314,7 @@ def attend(
         arguments.check_numbers(max_seqlen_q, max_seqlen_k, left, right, softcap, num_splits)
         softcap = float(softcap)
     if num_splits < 0 or (consistent and num_splits > 1):
-        needed = "leave it out where consistent is True" if consistent else "0 lets the kernels choose"
+        needed = "remove it if consistent is True" if consistent else "0 lets the kernels choose"
         msg = f"num_splits must be from 0 to 32 ({needed}); found {num_splits}"
         raise ArgumentError(msg)
     right = 0 if causal and right >= -1 else right
@@ -342,11 +342,13 @@ def attend(
     )
     scales = (k_scale, v_scale)
     if out is not None:
-        into.check_alone(out, has_dropout=type(dropout_p) is not float or dropout_p != 0.0, return_lse=return_lse)
+        out_variant.check_alone(
+            out, has_dropout=type(dropout_p) is not float or dropout_p != 0.0, return_lse=return_lse
+        )
     if append is not None:
         append(given)
     if out is not None:
-        return into.attend(given, k_scale, v_scale, out)
+        return out_variant.attend(given, k_scale, v_scale, out)
     if type(dropout_p) is not float or dropout_p != 0.0:
         return _attend_dropped(given, scales, dropout_p, rng_state, return_lse)
     return _attend(given, scales, return_lse)
@@ -358,15 +360,15 @@ def _attend_dropped(
     probability = dropout.check_probability(dropout_p)
     if probability == 0.0:
         return _attend(given, scales, return_lse)
-    if e4m3.has_codes(given.k):
-        dropout.refuse_codes()
+    if e4m3.is_fp8(given.k):
+        dropout.raise_fp8_dropout()
     e4m3.check_unscaled(*scales, given.k)
     result: Tensor | tuple[Tensor, Tensor] = dropout.attend(given, probability, rng_state, return_lse)
     return result
 
 
 def _attend(given: Varlen, scales: tuple[e4m3.Scale, e4m3.Scale], return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    if e4m3.has_codes(given.k):
+    if e4m3.is_fp8(given.k):
         return e4m3.attend(given, *scales, return_lse)
     e4m3.check_unscaled(*scales, given.k)
     if is_compiling():
@@ -402,6 +404,6 @@ def _sides(window: Any) -> Window:
     try:
         left, right = window
     except (TypeError, ValueError) as error:
-        msg = f"window must be (left, right), two numbers of keys, -1 for no limit; found {window!r}; write (n, 0) for the n keys before"
+        msg = f"window must be (left, right), two numbers of keys, -1 for no limit; found {window!r}; use (n, 0) for the n keys before"
         raise ArgumentTypeError(msg) from error
     return left, right

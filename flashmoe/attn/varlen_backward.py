@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 def run(call: Callable[..., Any], given: VarlenBackward, dropout: tuple[Any, ...] = (), more: int = 0) -> Run:
     """``call``: an operator of the kernels. ``more``: bits of its ``needs`` besides those of dq, dk and dv."""
-    _refuse_wide(given, has_dropout=bool(dropout))
+    _check_head_dim(given, has_dropout=bool(dropout))
     grad_out, out, lse, needs = given.grad_out, given.out, given.lse, given.needs
     upstream = torch.zeros_like(out) if grad_out is None else grad_out
     if upstream.stride(-1) != 1:
@@ -98,12 +98,12 @@ def _cast(tensor: Tensor, like: Tensor) -> Tensor:
     return tensor if tensor.dtype is like.dtype else tensor.to(like.dtype)  # .to() takes 2 us even if it does nothing
 
 
-def _refuse_wide(given: VarlenBackward, *, has_dropout: bool) -> None:
+def _check_head_dim(given: VarlenBackward, *, has_dropout: bool) -> None:
     if not given.q.is_cuda:
         return
     head_dim = max(given.q.shape[-1], given.v.shape[-1])
     if head_dim > MAX_GPU_OPTIONS_HEAD_DIM:
-        what = "the gradient of dropout" if has_dropout else "the gradient of ragged or banded attention"
+        what = "the gradient of dropout" if has_dropout else "the gradient of packed or windowed attention"
         wide = broken("attention.wide", what=what, head_dim=head_dim, most=MAX_GPU_OPTIONS_HEAD_DIM)
         raise wide
 

@@ -27,7 +27,7 @@ def refuse(interface: str, **given: Any) -> None:
     for name, value in given.items():
         if value is not None and (isinstance(value, Tensor) or value != 0):
             shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            msg = f"{name} is {shown}; flashmoe has no {name} ({interface}): leave it out, or use that package itself"
+            msg = f"{name} is {shown}; flashmoe does not support {name} ({interface}); remove it, or use that package itself"
             raise ArgumentError(msg)
 
 
@@ -38,7 +38,7 @@ def integer(value: Any) -> Any:
     try:
         return operator.index(value)
     except TypeError as error:
-        msg = f"each side of window_size must be an integer of any kind; found {value!r}"
+        msg = f"each side of window_size must be an integer; found {value!r}"
         raise ArgumentError(msg) from error
 
 
@@ -122,6 +122,6 @@ def check_table(lengths: Tensor, added: int, block_table: Tensor, page_size: int
         new = f", {added} of them new," if added else ""
         msg = (
             f"a sequence has {longest} keys{new} but a row of block_table has {block_table.shape[1]} pages of {page_size}, "
-            f"room for {room}; give block_table more columns"
+            f"room for {room}; pass a block_table with more columns"
         )
         raise BlockTableError(msg)

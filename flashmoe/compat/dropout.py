@@ -38,7 +38,9 @@ def signed_probabilities(q: Tensor, k: Tensor, options: dict[str, Any], dropout:
     step = max(1, SCORES_AT_ONCE // max(1, heads * rows * keys))
     for b in range(0, batch, step):
         some = slice(b, min(b + step, batch))
-        keep = philox.kept(dropout["rng_state"], dropout["dropout_p"], range(batch)[some], range(heads), rows, keys)
+        keep = philox.keep_mask(
+            dropout["rng_state"], dropout["dropout_p"], range(batch)[some], range(heads), rows, keys
+        )
         own = {**options, "alibi_slopes": slopes[some] if slopes is not None and slopes.dim() == 2 else slopes}
         result[some] = _signed(q[some], k[some], keep, own)
     return result
@@ -61,7 +63,7 @@ def signed_ragged_probabilities(
         own_q = q[ends_q[b] : ends_q[b + 1]].transpose(0, 1).unsqueeze(0)
         own_k = k[ends_k[b] : ends_k[b + 1]].transpose(0, 1).unsqueeze(0)
         rows, keys = own_q.shape[2], own_k.shape[2]
-        keep = philox.kept(dropout["rng_state"], dropout["dropout_p"], range(b, b + 1), range(heads), rows, keys)
+        keep = philox.keep_mask(dropout["rng_state"], dropout["dropout_p"], range(b, b + 1), range(heads), rows, keys)
         slopes = options["alibi_slopes"]
         own = {**options, "alibi_slopes": slopes[b] if slopes is not None and slopes.dim() == 2 else slopes}
         result[b, :, :rows, :keys] = _signed(own_q, own_k, keep, own)[0]

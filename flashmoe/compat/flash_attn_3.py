@@ -18,7 +18,7 @@ from flashmoe.attn.varlen import attend
 from flashmoe.compat import arguments, flash_attn_gpu, latent_query
 from flashmoe.compat.flash_attn_wrapped import maybe_contiguous, round_multiple  # noqa: F401 (others import them from here)
 from flashmoe.compat.kvcache import attend_cache
-from flashmoe.compat.sections import Sections, sections, slices
+from flashmoe.compat.sections import Sections, slices, split_sequences
 from flashmoe.errors import ArgumentError, ShapeError
 
 __all__ = [
@@ -72,8 +72,8 @@ def flash_attn_func(
     if attention_chunk:
         batch, length, room = (*q.shape[:2], k.shape[1])
         starts = [torch.arange(batch + 1, dtype=torch.int32, device=q.device) * size for size in (length, room)]
-        cut = sections(starts[0], None, starts[1], None, room, attention_chunk)
-        out, lse = _attend_sections(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cut, length, options)
+        sections = split_sequences(starts[0], None, starts[1], None, room, attention_chunk)
+        out, lse = _attend_sections(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sections, length, options)
         out, lse = out.unflatten(0, (batch, length)), lse.unflatten(1, (batch, length)).transpose(0, 1)
         return (out, lse) if return_attn_probs else out
     of_q, of_k, of_v = (tensor.transpose(1, 2) for tensor in (q, k, v))
@@ -164,8 +164,8 @@ def flash_attn_varlen_func(
         out, lse = latent_query.attend_ragged(q, k, v, qv, *parts, options, attention_chunk)
         return (out, lse) if return_attn_probs else out
     if seqused_q is not None or attention_chunk:
-        cut = sections(cu_seqlens_q, seqused_q, cu_seqlens_k, seqused_k, int(max_seqlen_k), attention_chunk)
-        out, lse = _attend_sections(q, k, v, cut, int(max_seqlen_q), options)
+        sections = split_sequences(cu_seqlens_q, seqused_q, cu_seqlens_k, seqused_k, int(max_seqlen_k), attention_chunk)
+        out, lse = _attend_sections(q, k, v, sections, int(max_seqlen_q), options)
         return (out, lse) if return_attn_probs else out
     lengths = (cu_seqlens_q, cu_seqlens_k, int(max_seqlen_q), int(max_seqlen_k))
     out, lse = _in_columns(
@@ -191,12 +191,12 @@ def _in_columns(
 
 
 def _attend_sections(
-    q: Tensor, k: Tensor, v: Tensor, cut: Sections, max_seqlen_q: int, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, sections: Sections, max_seqlen_q: int, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    lengths = (cut.cu_seqlens_q, cut.cu_seqlens_k, max_seqlen_q, cut.max_seqlen_k)
+    lengths = (sections.cu_seqlens_q, sections.cu_seqlens_k, max_seqlen_q, sections.max_seqlen_k)
     return _in_columns(
         lambda values: flashmoe.attention_varlen(
-            q, k, values, *lengths, **options, seqused_k=cut.seqused_k, return_lse=True
+            q, k, values, *lengths, **options, seqused_k=sections.seqused_k, return_lse=True
         ),
         q,
         k,
@@ -418,7 +418,7 @@ def _flash_attn_backward(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return flash_attn_gpu.bwd(*tensors, None, 0.0, scale, *scores)[3]
     if max_seqlen_q is None or max_seqlen_k is None:
-        msg = "max_seqlen_q and max_seqlen_k go with cu_seqlens_q and cu_seqlens_k; give the longest sequences' lengths"
+        msg = "cu_seqlens_q and cu_seqlens_k need max_seqlen_q and max_seqlen_k; pass the longest sequences' lengths"
         raise ArgumentError(msg)
     lengths = (cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k)
     return flash_attn_gpu.varlen_bwd(*tensors, *lengths, 0.0, scale, False, *scores)[3]

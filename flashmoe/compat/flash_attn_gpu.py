@@ -21,15 +21,13 @@ from flashmoe.compat.kvcache import attend_cache
 
 def _check(generator: Any, p_dropout: float, return_softmax: bool = False) -> None:
     if generator is not None:
-        msg = "the `generator` argument is no longer supported, as in flash_attn; give None: torch's default generator is used"
+        msg = "the `generator` argument is no longer supported, as in flash_attn; pass None: torch's default generator is used"
         raise arguments.RawCallError(msg)
     if not 0.0 <= p_dropout < 1.0:
-        msg = (
-            f"p_dropout must be from 0 up to, but not including, 1; found {p_dropout}; it is the share that is dropped"
-        )
+        msg = f"p_dropout must be at least 0 and less than 1; found {p_dropout}; it is the fraction that is dropped"
         raise arguments.RawCallError(msg)
     if return_softmax and p_dropout == 0.0:
-        msg = "return_softmax is only supported when p_dropout > 0.0, as in flash_attn; give False"
+        msg = "return_softmax is only supported when p_dropout > 0.0, as in flash_attn; pass False"
         raise arguments.RawCallError(msg)
 
 
@@ -97,7 +95,7 @@ def varlen_fwd(
     """[out, lse [Hq, N], S_dmask, rng_state]; with pages the lengths are seqused_k, or the differences of cu_seqlens_k."""
     _check(generator, p_dropout, return_softmax)
     if num_splits > 1:
-        msg = f"num_splits > 1 is not supported for ragged rows, as in flash_attn; found {num_splits}: give 0 or 1"
+        msg = f"num_splits > 1 is not supported for packed sequences, as in flash_attn; found {num_splits}; pass 0 or 1"
         raise arguments.RawCallError(msg)
     q, k, v = _readable(q, k, v)
     options = arguments.score_options(
@@ -275,7 +273,7 @@ def _dropout_of(p_dropout: float, rng_state: Tensor | None) -> tuple[Any, ...]:
     if p_dropout == 0.0:
         return ()
     if rng_state is None:
-        msg = f"p_dropout is {p_dropout} and rng_state None; give the rng_state that the forward call returned"
+        msg = f"p_dropout is {p_dropout} and rng_state is None; pass the rng_state that the forward call returned"
         raise arguments.RawCallError(msg)
     return float(p_dropout), rng_state
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashmoe.attn.kvcache import attention_with_kvcache
 from flashmoe.attn.varlen import attend
 from flashmoe.compat import arguments, latent_query, rotary
-from flashmoe.compat.sections import sections, slices
+from flashmoe.compat.sections import slices, split_sequences
 from flashmoe.errors import ArgumentError
 
 MAX_SPLITS = 32  # the kernels' limit; flash_attn accepts up to 128
@@ -48,7 +48,7 @@ def attend_cache(
     """
     if cache_batch_idx is not None:
         if block_table is not None:
-            msg = "cache_batch_idx goes with dense caches; pages are found by block_table alone: leave cache_batch_idx out"
+            msg = "cache_batch_idx is only used with dense caches; block_table selects pages; remove cache_batch_idx"
             raise ArgumentError(msg)
         block_table = cache_batch_idx.unsqueeze(1)  # each sequence's cache counts as one page
     options = {**options, "num_splits": min(options["num_splits"], MAX_SPLITS)}
@@ -60,7 +60,7 @@ def attend_cache(
         arguments.check_table(used, added, block_table, k_cache.shape[1])
     if rotary_cos is not None or rotary_sin is not None:
         if rotary_cos is None or rotary_sin is None or k is None:
-            msg = "rotary_cos and rotary_sin belong together, with new keys k and v to rotate; give them all"
+            msg = "rotary_cos and rotary_sin must be passed together, with new keys k and v to rotate; pass all of them"
             raise ArgumentError(msg)
         first = used if rotary_first is None else rotary_first
         is_local = options["causal"] or options["window"] is not None
@@ -163,16 +163,16 @@ def _attend_gathered(
         parts = slices(starts_q), slices(starts_k, used - padding)
         out, lse = latent_query.attend_ragged(flat[0], keys, values, flat[1], *parts, options, chunk)
     else:
-        cut = sections(starts_q, None, starts_k, used - padding, room, chunk)
+        sections = split_sequences(starts_q, None, starts_k, used - padding, room, chunk)
         result: Any = attend(
             q.flatten(0, 1) if cu_seqlens_q is None else q,
             keys,
             values,
-            cu_seqlens_q=cut.cu_seqlens_q,
-            cu_seqlens_k=cut.cu_seqlens_k,
-            seqused_k=cut.seqused_k,
+            cu_seqlens_q=sections.cu_seqlens_q,
+            cu_seqlens_k=sections.cu_seqlens_k,
+            seqused_k=sections.seqused_k,
             max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=cut.max_seqlen_k,
+            max_seqlen_k=sections.max_seqlen_k,
             **options,
             sinks=None,
             return_lse=True,

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _ADVICE = {
-    "flash_attn_interface": "FlashAttention 3's module; install_as_flash_attn_3() gives it",
+    "flash_attn_interface": "FlashAttention 3's module; install_as_flash_attn_3() provides it",
     "flash_attn.layers": "there is layers.rotary; for the others use torch.nn",
     "flash_attn.losses": "use torch.nn.functional.cross_entropy",
     "flash_attn.modules": "use flashmoe.Attention, or a model of transformers with flashmoe.integrations.transformers.register()",
@@ -33,7 +33,7 @@ class MissingParts:
         advice = next((text for known, text in _ADVICE.items() if f"{name}.".startswith(f"{known}.")), "")
         version = " (flash_attn 2.8's interface)" if top == "flash_attn" else ""
         words = f": {advice}" if advice else ""
-        msg = f"flashmoe.compat has no {name}{version}{words}; docs/guides/from-flash-attn.md lists what there is"
+        msg = f"flashmoe.compat has no {name}{version}{words}; docs/guides/from-flash-attn.md lists what is supported"
         raise ModuleNotFoundError(msg, name=name)
 
 

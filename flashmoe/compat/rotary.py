@@ -163,7 +163,7 @@ class RotaryEmbedding(torch.nn.Module):
             self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         cos, sin = self._cos_cached, self._sin_cached
         if cos is None or sin is None:
-            msg = "seqlen_offset is a tensor; give max_seqlen, the largest offset and the rows behind it, to the first call"
+            msg = "seqlen_offset is a tensor; pass max_seqlen, the largest offset plus the rows after it, in the first call"
             raise ArgumentError(msg)
         cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
         sin_k = sin if self._sin_k_cached is None else self._sin_k_cached

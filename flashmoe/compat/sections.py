@@ -29,7 +29,7 @@ class Sections(NamedTuple):
     of_sequence: int  # sections per original sequence
 
 
-def sections(
+def split_sequences(
     starts_q: Tensor, used_q: Tensor | None, starts_k: Tensor, used_k: Tensor | None, max_seqlen_k: int, chunk: int
 ) -> Sections:
     """starts_q and starts_k int32 [B + 1]; used_q and used_k int32 [B], None if all rows and keys are used. chunk: 0 for a single chunk of all keys."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from flashmoe.distributed import watch
-from flashmoe.distributed.heartbeat import Used
+from flashmoe.distributed.heartbeat import GroupState
 from flashmoe.errors import DistributedError
 
 SLICE = 1.0  # seconds
@@ -37,41 +37,39 @@ def ranks_of(group: ProcessGroup | None) -> tuple[ProcessGroup, int, int]:
     found = dist.distributed_c10d._get_default_group() if group is None else group
     rank = dist.get_rank(found)
     if rank < 0:
-        msg = "this process is not in the group that was given; call from the group's ranks only"
+        msg = "this process is not in the group; call only from the group's ranks"
         raise DistributedError(msg)
     return found, rank, dist.get_world_size(found)
 
 
-def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: timedelta) -> None:
-    """Raise DistributedError on every rank, naming the rank and the value, if the ranks of a group differ in ``said``."""
-    used = watch.start(group)
+def agree(group: ProcessGroup, call: str, arguments: Mapping[str, Any], timeout: timedelta) -> None:
+    """Raise DistributedError on every rank, naming the rank and the value, if the ranks of a group differ in ``arguments``."""
+    state = watch.start(group)
     key = (group.group_name, call)
-    stated = dict(said)
+    stated = dict(arguments)
     if _agreed.get(key) == stated:
-        used.asks = ""
+        state.pending_call = ""
         return
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     number = _announcements[key]
     _announcements[key] += 1
     store = dist.distributed_c10d._get_default_store()
-    if used.timeout is not None:
-        timeout = min(timeout, used.timeout)
-    used.asks = f"{call} with {_shown(stated)}"  # until the others have joined
+    if state.timeout is not None:
+        timeout = min(timeout, state.timeout)
+    state.pending_call = f"{call} with {_shown(stated)}"  # until the others have joined
     prefix = f"flashmoe/{group.group_name}/{call}/{number}"
     store.set(f"{prefix}/{rank}", json.dumps(stated))
     for other in range(size):
         name = f"{prefix}/{other}"
         try:
-            _wait(store, name, used, time.monotonic() + timeout.total_seconds())
+            _wait(store, name, state, time.monotonic() + timeout.total_seconds())
         except DistributedError:
             raise
         except (RuntimeError, ValueError) as error:
             _announcements[key] = number  # a late rank finds no trace of this call, and the next call announces again
             with suppress(RuntimeError):
                 store.delete_key(f"{prefix}/{rank}")
-            found = (
-                watch.find_absent(group, is_final=False) or f"rank {other} runs: it calls with what it called before"
-            )
+            found = watch.find_absent(group, is_final=False) or f"rank {other} is running and repeats an earlier call"
             msg = (
                 f"rank {other} did not join {call} within {timeout.total_seconds():g} s, where rank {rank} calls it with "
                 f"{_shown(stated)}; {found}"
@@ -80,15 +78,17 @@ def agree(group: ProcessGroup, call: str, said: Mapping[str, Any], timeout: time
         theirs = json.loads(store.get(name))
         if theirs != json.loads(json.dumps(stated)):
             fields = [field for field in stated if theirs.get(field) != json.loads(json.dumps(stated[field]))]
-            used.asks = ""
-            told = "; ".join(f"{f} is {stated[f]} on rank {rank} and {theirs.get(f)} on rank {other}" for f in fields)
-            msg = f"the ranks of {call} disagree: {told}; call it with the same on all of the group's {size} ranks"
+            state.pending_call = ""
+            differences = "; ".join(
+                f"{f} is {stated[f]} on rank {rank} and {theirs.get(f)} on rank {other}" for f in fields
+            )
+            msg = f"the ranks of {call} disagree: {differences}; call it with the same arguments on all of the group's {size} ranks"
             raise DistributedError(msg)
-    used.asks = ""
+    state.pending_call = ""
     _agreed[key] = stated
 
 
-def _wait(store: Any, name: str, used: Used, end: float) -> None:
+def _wait(store: Any, name: str, state: GroupState, end: float) -> None:
     """Wait until ``name`` is in the store, or until the monitor finds a rank that failed."""
     while True:
         begun = time.monotonic()
@@ -96,7 +96,7 @@ def _wait(store: Any, name: str, used: Used, end: float) -> None:
         try:
             store.wait([name], timedelta(seconds=slice_))
         except (RuntimeError, ValueError):
-            used.refuse()
+            state.raise_if_failed()
             now = time.monotonic()
             if now >= end or now - begun < slice_ / 2:  # it failed too early for a timeout
                 raise
@@ -111,14 +111,14 @@ def _shown(stated: Mapping[str, Any]) -> str:
 @contextmanager
 def explained(call: str, group: ProcessGroup) -> Iterator[None]:
     """Wraps an exchange: if torch.distributed raises, raises a DistributedError that names the rank and the cause."""
-    used = watch.used_by(group)
-    used.begin(call)
+    state = watch.state_of(group)
+    state.begin(call)
     try:
         yield
     except DistributedError:
         raise
     except RuntimeError as error:
-        used.refuse()
+        state.raise_if_failed()
         rank, cause = dist.get_rank(), str(error).splitlines()[0]
         found = watch.find_absent(group) or "all other ranks are there: see their own errors"
         msg = f"{call} on rank {rank}: {found} (the exchange failed: {cause})"

@@ -71,14 +71,12 @@ def context_parallel_attention(
         raise ArgumentError(msg)
     check_scalars(scale, causal, return_lse)
     if q.dim() != 4 or k.dim() != 4 or q.shape[2] != k.shape[2]:
-        msg = (
-            f"q has shape {list(q.shape)} and k {list(k.shape)}; both need [B, heads, S / W, D] with the same part of S"
-        )
+        msg = f"q has shape {list(q.shape)} and k {list(k.shape)}; both must be [B, heads, S / W, D] with the same slice of S"
         raise ShapeError(msg)
     if causal and q.shape[2] % 2:
-        msg = f"a rank's part has {q.shape[2]} queries; with causal=True it is two pieces of equal length: pad S to a multiple of {2 * size}"
+        msg = f"a rank has {q.shape[2]} queries; with causal=True it needs two chunks of equal length: pad S to a multiple of {2 * size}"
         raise ShapeError(msg)
-    said = {
+    arguments = {
         "q": list(q.shape),
         "k": list(k.shape),
         "v": list(v.shape),
@@ -87,7 +85,7 @@ def context_parallel_attention(
         "scale": scale,
         "method": method,
     }
-    agree(found, CALL, said, timeout)
+    agree(found, CALL, arguments, timeout)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     function = _Ring if method == "ring" else _Gathered
     out, lse = function.apply(q, k, v, found, rank, size, factor, causal)  # type: ignore[no-untyped-call]
@@ -100,8 +98,8 @@ def shard_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
     if tensor.shape[dim] % (2 * size):
         msg = f"dimension {dim} has {tensor.shape[dim]} elements; a multiple of {2 * size} is needed for {size} ranks: pad it"
         raise ShapeError(msg)
-    pieces = tensor.chunk(2 * size, dim)
-    return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]), dim)
+    chunks = tensor.chunk(2 * size, dim)
+    return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim)
 
 
 def unshard_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 2) -> Tensor:
@@ -303,8 +301,8 @@ class _Gathered(torch.autograd.Function):
             parts_q.append(dq)
             sums[0][:, :, :end] += dk
             sums[1][:, :, :end] += dv
-        pieces = sums.chunk(2 * size, dim=3)
-        by_owner = torch.cat([torch.cat((pieces[r], pieces[2 * size - 1 - r]), dim=3) for r in range(size)])
+        chunks = sums.chunk(2 * size, dim=3)
+        by_owner = torch.cat([torch.cat((chunks[r], chunks[2 * size - 1 - r]), dim=3) for r in range(size)])
         own = torch.empty_like(by_owner[:2])
         with explained(CALL, group):
             dist.reduce_scatter_tensor(own, by_owner, group=group)

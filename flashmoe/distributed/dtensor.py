@@ -1,6 +1,6 @@
 """flashmoe's operators on DTensors (torch.distributed.tensor).
 
-``divisions`` lists the ways to shard each operator over a mesh dimension. For each mesh dimension one is chosen by how the
+``strategies`` lists the ways to shard each operator over a mesh dimension. For each mesh dimension one is chosen by how the
 operator's main tensors are sharded, the other inputs are redistributed to match, every rank computes its share, and the results
 become DTensors. Any other sharding is rejected with an error: nothing large is gathered silently.
 """
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from flashmoe import _extension
-from flashmoe.distributed.divisions import RULES, Chosen, Division, Rule, axes_of_weights
+from flashmoe.distributed.strategies import RULES, MeshStrategies, Rule, ShardingStrategy, axes_of_weights
 from flashmoe.errors import ArgumentError, ShapeError
 
 _extension.load()
@@ -50,25 +50,25 @@ def _handler(operator: Any, rule: Rule) -> Callable[..., Any]:
         if any(tensor.device_mesh != mesh for tensor in tensors.values()):
             msg = f"{rule.call} got tensors of several device meshes; distribute {', '.join(tensors)} over one"
             raise ArgumentError(msg)
-        _refuse_plain(rule, given)
+        _raise_plain_tensor(rule, given)
         chosen = [_choose(rule, given, tensors, mesh, dim) for dim in range(mesh.ndim)]
         _check_sizes(rule, given, mesh, chosen)
         local = dict(given)
         for name, tensor in tensors.items():
-            wanted = [division.inputs.get(name, Replicate()) for division in chosen]
+            wanted = [strategy.inputs.get(name, Replicate()) for strategy in chosen]
             if name in written and list(tensor.placements) != wanted:
                 msg = f"{name} has placements {tensor.placements} and is written in place, which needs {tuple(wanted)}; redistribute it"
                 raise ShapeError(msg)
             bare: Any = tensor.detach()  # a tensor that requires a gradient cannot be redistributed here
             local[name] = bare.redistribute(mesh, wanted).to_local()
-        local = rule.prepare(local, given, Chosen(mesh, tuple(chosen)))
+        local = rule.prepare(local, given, MeshStrategies(mesh, tuple(chosen)))
         found = operator(*(local[name] for name in names if name in local))
         if rule.outputs == 0:
             return None
         shapes = rule.shapes(given, local)
         is_single = isinstance(found, Tensor) or found is None
         results = [
-            _wrapped(result, mesh, [division.outputs[index] for division in chosen], shape)
+            _wrapped(result, mesh, [strategy.outputs[index] for strategy in chosen], shape)
             for index, (result, shape) in enumerate(zip((found,) if is_single else found, shapes, strict=True))
         ]
         for index in rule.added_up:
@@ -80,18 +80,18 @@ def _handler(operator: Any, rule: Rule) -> Callable[..., Any]:
     return handle
 
 
-def _refuse_plain(rule: Rule, given: Mapping[str, Any]) -> None:
+def _raise_plain_tensor(rule: Rule, given: Mapping[str, Any]) -> None:
     for name in rule.main:
         value = given.get(name)
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
-            msg = f"{name} is a plain tensor beside DTensors; make it one with DTensor.from_local or distribute_tensor"
+            msg = f"{name} is a plain tensor among DTensors; convert it with DTensor.from_local or distribute_tensor"
             raise ArgumentError(msg)
 
 
 def _choose(
     rule: Rule, given: Mapping[str, Any], tensors: Mapping[str, DTensor], mesh: DeviceMesh, dim: int
-) -> Division:
-    """The division over this mesh dimension that all sharded main tensors agree with."""
+) -> ShardingStrategy:
+    """The strategy over this mesh dimension that all sharded main tensors agree with."""
     sharded = {
         name: tensors[name].placements[dim]
         for name in rule.main
@@ -100,29 +100,29 @@ def _choose(
     }
     if not sharded:
         return rule.replicated
-    divisions = rule.divisions(given)
-    for division in divisions:
-        if all(division.inputs.get(name) == placement for name, placement in sharded.items()):
-            return division
+    strategies = rule.strategies(given)
+    for strategy in strategies:
+        if all(strategy.inputs.get(name) == placement for name, placement in sharded.items()):
+            return strategy
     found = " and ".join(
         f"{name} is sharded by its {_axis(rule, name, tensors[name], placement)} ({placement})"
         for name, placement in sharded.items()
     )
-    known = ", ".join(division.name for division in divisions) or "nothing"
+    known = ", ".join(strategy.name for strategy in strategies) or "nothing"
     msg = (
         f"{found} over mesh dimension {dim}; {rule.call} takes tensors sharded by {known}, or replicated; {rule.advice}"
     )
     raise ShapeError(msg)
 
 
-def _check_sizes(rule: Rule, given: Mapping[str, Any], mesh: DeviceMesh, chosen: Sequence[Division]) -> None:
-    for division in chosen:
-        if division.divided is None:
+def _check_sizes(rule: Rule, given: Mapping[str, Any], mesh: DeviceMesh, chosen: Sequence[ShardingStrategy]) -> None:
+    for strategy in chosen:
+        if strategy.divisible_size is None:
             continue
-        ranks = prod(mesh.size(dim) for dim, other in enumerate(chosen) if other.name == division.name)
-        if division.divided(given) % ranks:
+        ranks = prod(mesh.size(dim) for dim, other in enumerate(chosen) if other.name == strategy.name)
+        if strategy.divisible_size(given) % ranks:
             msg = (
-                f"{rule.call} is divided by {division.name} over {ranks} ranks, which do not divide {division.divided(given)}; "
+                f"{rule.call} is sharded by {strategy.name} over {ranks} ranks, which must divide {strategy.divisible_size(given)}; "
                 "use another number of ranks, or replicate"
             )
             raise ShapeError(msg)
@@ -176,7 +176,7 @@ class AttentionParallel(ParallelStyle):
         register_dtensor_rules()
         heads: Any = module.kv_heads
         if heads % device_mesh.size():
-            msg = f"the layer has {heads} key and value heads, which {device_mesh.size()} ranks do not divide; use a number of ranks that does"
+            msg = f"the layer has {heads} key and value heads, which {device_mesh.size()} ranks do not divide; use a number of ranks that divides them"
             raise ShapeError(msg)
         plan: dict[str, ParallelStyle] = {
             f"{name}_proj": ColwiseParallel(input_layouts=Replicate(), use_local_output=False) for name in "qkv"

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 import flashmoe
 from flashmoe.checks import check_flag
 from flashmoe.distributed.agreement import agree, explained, ranks_of
-from flashmoe.distributed.rows import E4M3, decode, pack, quantize, unpack, unpack_codes
+from flashmoe.distributed.rows import E4M3, decode, pack, quantize, unpack, unpack_fp8
 from flashmoe.errors import ArgumentError, DtypeError, ShapeError
 from flashmoe.moe.scaled import BLOCK
 
@@ -104,9 +104,9 @@ class ExpertParallel:
         """
         _check(x, topk_weights, topk_ids, options)
         if self.dispatch_dtype is not None and x.shape[1] % BLOCK:
-            msg = f"x has {x.shape[1]} columns; dispatch_dtype has a scale for each {BLOCK}: pad H to a multiple, or leave dispatch_dtype out"
+            msg = f"x has {x.shape[1]} columns; dispatch_dtype has one scale per {BLOCK}; pad H to a multiple, or remove dispatch_dtype"
             raise ShapeError(msg)
-        said = {
+        arguments = {
             "experts": list(w13.shape),
             "k": topk_ids.shape[1],
             "dtype": str(x.dtype),
@@ -115,7 +115,7 @@ class ExpertParallel:
             "tokens": x.shape[0] if self.padded else "any",
             "options": sorted((name, value) for name, value in options.items() if not isinstance(value, Tensor)),
         }
-        agree(self.group, CALL, said, self.timeout)
+        agree(self.group, CALL, arguments, self.timeout)
 
         def layer(rows: Tensor, weights: Tensor, ids: Tensor, added: Tensor | None = None) -> Tensor:
             return flashmoe.fused_moe(rows, w13, w2, weights, ids, shared=added, **options)
@@ -183,7 +183,7 @@ class ExpertParallel:
 def _check(x: Tensor, topk_weights: Tensor, topk_ids: Tensor, options: dict[str, Any]) -> None:
     for name in ("expert_map", "weights_on_input", "out"):
         if name in options:
-            msg = f"{name} is given; ExpertParallel does not take it: leave it out"
+            msg = f"{name} is given; ExpertParallel does not support it; remove it"
             raise ArgumentError(msg)
     is_matrix = x.dim() == topk_ids.dim() == 2
     if not is_matrix or topk_ids.shape[0] != x.shape[0] or topk_weights.shape != topk_ids.shape:
@@ -201,8 +201,8 @@ class _Exchange:
     rows    [T, W], the index of a token's outgoing row for each rank; -1: none
     """
 
-    def __init__(self, group: ProcessGroup, rank: int, size: int, has_codes: bool) -> None:
-        self.group, self.rank, self.size, self.has_codes = group, rank, size, has_codes
+    def __init__(self, group: ProcessGroup, rank: int, size: int, is_fp8: bool) -> None:
+        self.group, self.rank, self.size, self.is_fp8 = group, rank, size, is_fp8
         self.undecoded: Callable[[], None] | None = None  # decodes the received codes into rows
         self.works: list[Any] = []
         self.outgoing: list[int] | None = None  # None: equal shares
@@ -225,7 +225,7 @@ class _Exchange:
         with explained(CALL, self.group):
             work = dist.all_to_all_single(counts[self.size :], counts[: self.size], group=self.group, async_op=True)
         self.works.append(work)
-        self.packed, self.sizes = pack(x, weights, ids, has_codes=self.has_codes), (x.shape[1], ids.shape[1])
+        self.packed, self.sizes = pack(x, weights, ids, is_fp8=self.is_fp8), (x.shape[1], ids.shape[1])
         self.dtype = x.dtype
         self.wait()
         self.counts = counts.to("cpu", non_blocking=True)
@@ -254,9 +254,9 @@ class _Exchange:
         return self._unpack(received)
 
     def _unpack(self, received: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.has_codes:
+        if not self.is_fp8:
             return unpack(received, *self.sizes)
-        codes, scales, weights, ids = unpack_codes(received, *self.sizes)
+        codes, scales, weights, ids = unpack_fp8(received, *self.sizes)
         rows = received.new_empty(codes.shape, dtype=self.dtype)
         self.undecoded = partial(decode, codes, scales, rows)
         return rows, weights, ids
@@ -266,12 +266,12 @@ class _Exchange:
         # Two tensors, sent together: x is sent uncopied, and the layer reads contiguous rows.
         columns = [ids, weights.float().view(torch.int32)]
         codes = scales = x
-        if self.has_codes:
+        if self.is_fp8:
             codes, scales = quantize(x)
             columns.append(scales.view(torch.int32))
         rows, words = self.all_gather(codes, torch.cat(columns, dim=1))
         top_k = ids.shape[1]
-        if self.has_codes:
+        if self.is_fp8:
             all_codes, all_scales = rows, words[:, 2 * top_k :].view(torch.float32)
             rows = x.new_empty(rows.shape)
 

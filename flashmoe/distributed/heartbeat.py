@@ -22,16 +22,16 @@ INTERVAL = 1.0  # seconds
 Beats = dict[int, dict[str, Any]]
 
 
-class Used:
+class GroupState:
     """A group in which this rank takes part in exchanges."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group, self.name, self.rank = weakref.ref(group), group.group_name, dist.get_rank()
         self.ranks = [rank for rank in dist.get_process_group_ranks(group) if rank != self.rank]
         self.call, self.begun = "", 0
-        self.asks = ""  # the call that this rank waits to agree on, until all others have made it too
+        self.pending_call = ""  # the call that this rank waits to agree on, until all others have made it too
         self.failed = ""  # why nothing can be exchanged any more
-        self.is_told = threading.Event()  # set once the caller has received the error
+        self.is_raised = threading.Event()  # set once the caller has received the error
         device = "cuda" if torch.cuda.is_available() and dist.is_nccl_available() else "cpu"
         backend: Any = None
         with contextlib.suppress(RuntimeError):
@@ -47,7 +47,7 @@ class Used:
 
     def begin(self, call: str) -> None:
         """Count an exchange that this rank begins; all ranks of a group begin the same exchanges in the same order."""
-        self.refuse()
+        self.raise_if_failed()
         self.call = call
         self.begun += 1
         if self.is_nccl:
@@ -55,10 +55,10 @@ class Used:
             if torch.cuda.is_current_stream_capturing():
                 self.is_captured = True
 
-    def refuse(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise the error that the monitor has found, if any, and cancel the pending interrupt, so that it is raised once."""
         if self.failed:
-            self.is_told.set()
+            self.is_raised.set()
             interrupt("", None)
             raise DistributedError(self.failed)
 
@@ -81,17 +81,17 @@ class Used:
         return not self.probe.query()
 
 
-def interrupt(message: str, tell: Callable[[], None] | None) -> None:
-    """Raise DistributedError in the main thread when it next runs Python, and call ``tell`` there. None: cancel the pending interrupt."""
+def interrupt(message: str, on_raised: Callable[[], None] | None) -> None:
+    """Raise DistributedError in the main thread when it next runs Python, and call ``on_raised`` there. None: cancel the pending interrupt."""
 
     def begin(error: DistributedError) -> None:
         DistributedError.__init__(error, message)
-        if tell is not None:
-            tell()
+        if on_raised is not None:
+            on_raised()
 
     # The interpreter takes a class and calls it without arguments.
     kind = type("DistributedError", (DistributedError,), {"__init__": begin, "__module__": DistributedError.__module__})
-    raised = ctypes.py_object() if tell is None else ctypes.py_object(kind)
+    raised = ctypes.py_object() if on_raised is None else ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.main_thread().ident or 0), raised)
 
 
@@ -107,25 +107,25 @@ def look(store: Any, ranks: list[int]) -> Beats:
     """The last heartbeats of those ``ranks`` that have written any."""
     keys = [key_of(rank) for rank in ranks]
     if not keys or store.check(keys):
-        return {rank: json.loads(said) for rank, said in zip(ranks, store.multi_get(keys) if keys else [], strict=True)}
+        return {rank: json.loads(text) for rank, text in zip(ranks, store.multi_get(keys) if keys else [], strict=True)}
     return {rank: json.loads(store.get(key_of(rank))) for rank in ranks if store.check([key_of(rank)])}
 
 
-def blamed(beats: Beats, used: Used, still: list[int], behind: list[int]) -> str:
+def describe_culprits(beats: Beats, state: GroupState, still: list[int], behind: list[int]) -> str:
     """A message that names the ranks without heartbeats or, if there are none, the ranks that run but are behind. Of the ranks without
     heartbeats, only those that are also behind are named if there are any: the others may have stopped because of them."""
-    name, rank = used.name, used.rank
-    first = [one for one in still if beats[one]["begun"].get(name, 0) < used.begun]
-    said = [f"rank {one} has ended or is stopped: it gives no sign of life" for one in first or still]
+    name, rank = state.name, state.rank
+    first = [one for one in still if beats[one]["begun"].get(name, 0) < state.begun]
+    messages = [f"rank {one} has ended or is stopped: its heartbeat does not change" for one in first or still]
     for one in () if still else behind:
-        asks, begun = beats[one]["asks"].get(name), beats[one]["begun"].get(name, 0)
-        if asks:
-            said.append(f"rank {one} calls {asks}, where rank {rank} calls what was called before")
+        pending_call, begun = beats[one]["pending_call"].get(name), beats[one]["begun"].get(name, 0)
+        if pending_call:
+            messages.append(f"rank {one} calls {pending_call}, but rank {rank} repeats an earlier call")
         else:
-            said.append(
-                f"rank {one} is stuck elsewhere: it runs, but has begun {begun} exchanges where rank {rank} has begun {used.begun}"
+            messages.append(
+                f"rank {one} is stuck elsewhere: it runs, but has begun {begun} exchanges where rank {rank} has begun {state.begun}"
             )
-    return "; ".join(said)
+    return "; ".join(messages)
 
 
 def store_lost(error: BaseException) -> str:

@@ -20,7 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flashmoe.distributed.heartbeat import INTERVAL, Beats, Used, blamed, interrupt, look, note_of, store_lost
+from flashmoe.distributed.heartbeat import (
+    INTERVAL,
+    Beats,
+    GroupState,
+    describe_culprits,
+    interrupt,
+    look,
+    note_of,
+    store_lost,
+)
 
 SILENCE = 30.0  # seconds without a heartbeat after which a rank counts as dead; C code may hold the interpreter's lock that long
 GONE = 10.0  # seconds without progress on the GPU, if a rank has left torch.distributed
@@ -41,100 +50,100 @@ class Monitor:
         self.suspected: dict[str, tuple[str, int]] = {}  # by group: what was found, and how often in a row
         self.next_look = 0.0
 
-    def look(self, groups: Mapping[str, Used]) -> None:
+    def look(self, groups: Mapping[str, GroupState]) -> None:
         """Once a second: find a rank that this one waits for in vain."""
         now = time.monotonic()
-        watched = self._watched(groups, now)
-        if not watched or now < self.next_look:
+        active = self._active_groups(groups, now)
+        if not active or now < self.next_look:
             return
-        ranks = sorted({rank for used in watched for rank in used.ranks})
+        ranks = sorted({rank for state in active for rank in state.ranks})
         self.next_look = now + len(ranks) / RANKS_PER_SECOND
         beats = look(self.store, ranks)
         for rank, beat in beats.items():
             if rank not in self.heard or self.heard[rank][0] != beat["beats"]:
                 self.heard[rank] = beat["beats"], now
-        for used in watched:
-            note = note_of(used.name)
+        for state in active:
+            note = note_of(state.name)
             if self.store.check([note]):  # another rank has given up the group
-                self._fail(used, self.store.get(note).decode(), is_waiting=used.is_captured or used.is_busy())
-            elif found := self._find(used, beats, now):
-                self._fail(used, found)
+                self._fail(state, self.store.get(note).decode(), is_waiting=state.is_captured or state.is_busy())
+            elif found := self._find(state, beats, now):
+                self._fail(state, found)
 
-    def look_alone(self, groups: Mapping[str, Used], error: BaseException) -> None:
+    def look_alone(self, groups: Mapping[str, GroupState], error: BaseException) -> None:
         """For when the store is lost: fails a group whose exchange makes no progress."""
         now = time.monotonic()
-        for used in self._watched(groups, now):
-            if self._stuck_for(used, now) > min(SILENCE, _limit(used)):
-                self._fail(used, store_lost(error))
+        for state in self._active_groups(groups, now):
+            if self._stuck_for(state, now) > min(SILENCE, _limit(state)):
+                self._fail(state, store_lost(error))
 
-    def _stuck_for(self, used: Used, now: float) -> float:
+    def _stuck_for(self, state: GroupState, now: float) -> float:
         """Seconds since the caller's stream was first seen to make no progress; 0 while it makes progress."""
-        if used.is_busy():
-            return now - self.stuck.setdefault(used.name, now)
-        self.stuck.pop(used.name, None)
+        if state.is_busy():
+            return now - self.stuck.setdefault(state.name, now)
+        self.stuck.pop(state.name, None)
         return 0.0
 
-    def _watched(self, groups: Mapping[str, Used], now: float) -> list[Used]:
-        found = [used for used in list(groups.values()) if used.is_nccl and used.begun and not used.failed]
-        for used in found:
-            times = self.times.setdefault(used.name, deque())
-            if not times or times[-1][1] != used.begun:
-                times.append((now, used.begun))
+    def _active_groups(self, groups: Mapping[str, GroupState], now: float) -> list[GroupState]:
+        found = [state for state in list(groups.values()) if state.is_nccl and state.begun and not state.failed]
+        for state in found:
+            times = self.times.setdefault(state.name, deque())
+            if not times or times[-1][1] != state.begun:
+                times.append((now, state.begun))
         return found
 
-    def _find(self, used: Used, beats: Beats, now: float) -> str:
-        limit = _limit(used)
+    def _find(self, state: GroupState, beats: Beats, now: float) -> str:
+        limit = _limit(state)
         patience = min(SILENCE, limit)
-        begun = {rank: beat["begun"].get(used.name, 0) for rank, beat in beats.items() if rank in used.ranks}
+        begun = {rank: beat["begun"].get(state.name, 0) for rank, beat in beats.items() if rank in state.ranks}
         gone = [rank for rank in begun if beats[rank]["gone"]]
         silent = {rank: now - self.heard[rank][1] for rank in begun if rank not in gone}
         is_doubtful = gone or max(silent.values(), default=0.0) > patience / 2
         if not is_doubtful:
-            self.stuck.pop(used.name, None)
-            used.probe = None
-        stuck = self._stuck_for(used, now) if is_doubtful else 0.0
+            self.stuck.pop(state.name, None)
+            state.probe = None
+        stuck = self._stuck_for(state, now) if is_doubtful else 0.0
         still = [rank for rank, seconds in silent.items() if seconds > patience]
-        if still and (used.is_captured or stuck > INTERVAL):
-            return blamed(beats, used, still, [])
+        if still and (state.is_captured or stuck > INTERVAL):
+            return describe_culprits(beats, state, still, [])
         if gone and stuck > min(GONE, limit):
-            return blamed(beats, used, gone, [])
-        times = self.times[used.name]
+            return describe_culprits(beats, state, gone, [])
+        times = self.times[state.name]
         due = max((count for since, count in times if now - since > limit), default=0)
         while len(times) > 1 and times[0][1] <= min(begun.values(), default=0):
             times.popleft()
         late = [rank for rank, count in begun.items() if count < due]
         if late:
-            return blamed(beats, used, [], late)
-        elsewhere = [rank for rank in begun if begun[rank] < used.begun and used.name in beats[rank]["asks"]]
-        found = blamed(beats, used, [], elsewhere) if elsewhere else ""
-        before, count = self.suspected.get(used.name, ("", 0))
-        self.suspected[used.name] = found, count + 1 if found == before else 1
-        return found if found and self.suspected[used.name][1] >= SETTLED else ""
+            return describe_culprits(beats, state, [], late)
+        elsewhere = [rank for rank in begun if begun[rank] < state.begun and state.name in beats[rank]["pending_call"]]
+        found = describe_culprits(beats, state, [], elsewhere) if elsewhere else ""
+        before, count = self.suspected.get(state.name, ("", 0))
+        self.suspected[state.name] = found, count + 1 if found == before else 1
+        return found if found and self.suspected[state.name][1] >= SETTLED else ""
 
-    def _fail(self, used: Used, found: str, *, is_waiting: bool = True) -> None:
+    def _fail(self, state: GroupState, found: str, *, is_waiting: bool = True) -> None:
         """``is_waiting``: the caller waits for something that never comes; otherwise its next exchange raises."""
         message = (
-            f"{used.call} on rank {used.rank}: {found} (the NCCL communicator of group {used.name} is aborted: end this process, "
+            f"{state.call} on rank {state.rank}: {found} (the NCCL communicator of group {state.name} is aborted: end this process, "
             "or make a new group)"
         )
         if is_waiting:  # before the waiting kernels are aborted, because their results are invalid
-            interrupt(message, used.is_told.set)
-        used.failed = message
+            interrupt(message, state.is_raised.set)
+        state.failed = message
         print(f"flashmoe: DistributedError: {message}", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):
-            self.store.set(note_of(used.name), found)
+            self.store.set(note_of(state.name), found)
         with contextlib.suppress(Exception):
-            group: Any = used.group()
+            group: Any = state.group()
             group._get_backend(torch.device("cuda")).abort()
-        if is_waiting and not used.is_told.wait(_margin(used)) and dist.is_initialized():
-            print("flashmoe: the caller does not come back: the process ends", file=sys.stderr, flush=True)
+        if is_waiting and not state.is_raised.wait(_margin(state)) and dist.is_initialized():
+            print("flashmoe: the caller does not return; ending the process", file=sys.stderr, flush=True)
             os.abort()
 
 
-def _margin(used: Used) -> float:
+def _margin(state: GroupState) -> float:
     """Seconds before the group's timeout at which a rank that is behind counts as stuck."""
-    return min(10.0, 0.4 * used.timeout.total_seconds()) if used.timeout else 10.0
+    return min(10.0, 0.4 * state.timeout.total_seconds()) if state.timeout else 10.0
 
 
-def _limit(used: Used) -> float:
-    return (used.timeout.total_seconds() if used.timeout else 600.0) - _margin(used)
+def _limit(state: GroupState) -> float:
+    return (state.timeout.total_seconds() if state.timeout else 600.0) - _margin(state)

@@ -70,7 +70,7 @@ def context_parallel_attention_varlen(
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in (("q", q), ("k", k), ("v", v)))
         msg = f"{shapes}; rank {rank} of {size} has {plan.rows[rank]} rows [rows, heads, head_dim] of these sequences: see shard_ragged"
         raise ShapeError(msg)
-    said = {
+    arguments = {
         "cu_seqlens": list(ends),
         "q": list(q.shape[1:]),
         "k": list(k.shape[1:]),
@@ -79,7 +79,7 @@ def context_parallel_attention_varlen(
         "causal": causal,
         "scale": scale,
     }
-    agree(found, CALL, said, timeout)
+    agree(found, CALL, arguments, timeout)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     out, lse = _Ring.apply(q, k, v, found, plan, factor, causal)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
@@ -117,12 +117,12 @@ def _ends(cu_seqlens: Lengths) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _pieces(begin: int, end: int, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _chunks(begin: int, end: int, rank: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """The row ranges of a rank's two chunks of a sequence."""
     length, count = end - begin, 2 * size
 
-    def at(piece: int) -> int:
-        return begin + piece * length // count
+    def at(chunk: int) -> int:
+        return begin + chunk * length // count
 
     last = count - 1 - rank
     return (at(rank), at(rank + 1)), (at(last), at(last + 1))
@@ -130,7 +130,7 @@ def _pieces(begin: int, end: int, rank: int, size: int) -> tuple[tuple[int, int]
 
 def _rows_of(ends: tuple[int, ...], rank: int, size: int) -> Tensor:
     found = [
-        torch.arange(first, last) for begin, end in pairwise(ends) for first, last in _pieces(begin, end, rank, size)
+        torch.arange(first, last) for begin, end in pairwise(ends) for first, last in _chunks(begin, end, rank, size)
     ]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
 
@@ -151,7 +151,7 @@ class _Plan:
 @lru_cache(maxsize=64)
 def _plan(ends: tuple[int, ...], rank: int, size: int) -> _Plan:
     lengths = tuple(
-        tuple((b - a, d - c) for begin, end in pairwise(ends) for (a, b), (c, d) in [_pieces(begin, end, other, size)])
+        tuple((b - a, d - c) for begin, end in pairwise(ends) for (a, b), (c, d) in [_chunks(begin, end, other, size)])
         for other in range(size)
     )
     return _Plan(rank, size, lengths)
@@ -260,16 +260,16 @@ class _Ring(torch.autograd.Function):
             if number + 1 < size:
                 keys.start(*pair, rows=plan.rows[(source - 1) % size])
             step = _step(plan, source, causal, q.device)
-            part_q, *parts = step.backward(grad, q, pair[0], pair[1], out, lse, scale)
+            part_q, *partials = step.backward(grad, q, pair[0], pair[1], out, lse, scale)
             if number == 1:
                 dq = part_q.to(sums_dtype(size, q.dtype))
             else:  # the sums that earlier ranks found for these keys
                 dq += part_q
-                parts = [tensor.float().add_(part) for tensor, part in zip(sums.finish(), parts, strict=True)]
-            sums.start(*parts, rows=plan.rows[(source - 1) % size])
+                partials = [tensor.float().add_(part) for tensor, part in zip(sums.finish(), partials, strict=True)]
+            sums.start(*partials, rows=plan.rows[(source - 1) % size])
         found += [own_heads(half) for half in halves[1:]]
         dk, dv = sums.finish()  # what the other ranks found for this rank's keys
-        for half, parts_of in zip(halves, found, strict=True):
-            for total, heads, part in zip((dq, dk, dv), (half[0], half[1], half[1]), parts_of, strict=True):
+        for half, own_partials in zip(halves, found, strict=True):
+            for total, heads, part in zip((dq, dk, dv), (half[0], half[1], half[1]), own_partials, strict=True):
                 total[:, heads] += part
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None

@@ -8,7 +8,7 @@ from torch import Tensor
 from flashmoe.moe.scaled import BLOCK, E4M3
 from flashmoe.moe.scaled import quantize as quantize_blocks
 
-__all__ = ["E4M3", "decode", "pack", "quantize", "unpack", "unpack_codes"]
+__all__ = ["E4M3", "decode", "pack", "quantize", "unpack", "unpack_fp8"]
 ALIGNMENT = 16  # bytes, of each of the two blocks of a row
 
 
@@ -24,10 +24,10 @@ def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     torch.mul(values.unflatten(1, (-1, BLOCK)), scales.unsqueeze(-1), out=out.unflatten(1, (-1, BLOCK)))
 
 
-def pack(x: Tensor, weights: Tensor, ids: Tensor, *, has_codes: bool) -> Tensor:
+def pack(x: Tensor, weights: Tensor, ids: Tensor, *, is_fp8: bool) -> Tensor:
     """[T, C] in x's dtype, or uint8 with codes: the bits of ids and float32 weights (with codes also the scales), then x or the codes."""
     columns = [ids, weights.float().view(torch.int32)]
-    if has_codes:
+    if is_fp8:
         x, scales = quantize(x)
         columns.append(scales.view(torch.int32))
     blocks = []
@@ -39,18 +39,18 @@ def pack(x: Tensor, weights: Tensor, ids: Tensor, *, has_codes: bool) -> Tensor:
 
 def unpack(packed: Tensor, hidden: int, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """(x, weights, ids), views of what :func:`pack` made without codes."""
-    words, x = _parts(packed, hidden, 2 * top_k)
+    words, x = _split_words(packed, hidden, 2 * top_k)
     return x, words[:, top_k:].view(torch.float32), words[:, :top_k]
 
 
-def unpack_codes(packed: Tensor, hidden: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def unpack_fp8(packed: Tensor, hidden: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(codes, scales, weights, ids), views of what :func:`pack` made with codes."""
-    words, codes = _parts(packed, hidden, 2 * top_k + hidden // BLOCK)
+    words, codes = _split_words(packed, hidden, 2 * top_k + hidden // BLOCK)
     ids, weights, scales = words.tensor_split((top_k, 2 * top_k), dim=1)
     return codes, scales.view(torch.float32), weights.view(torch.float32), ids
 
 
-def _parts(packed: Tensor, hidden: int, words: int) -> tuple[Tensor, Tensor]:
+def _split_words(packed: Tensor, hidden: int, words: int) -> tuple[Tensor, Tensor]:
     """The first ``words`` words of four bytes, and the ``hidden`` elements at the next multiple of 16 bytes."""
     size = packed.element_size()
     first = -(-4 * words // ALIGNMENT) * ALIGNMENT // size

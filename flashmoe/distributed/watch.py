@@ -22,11 +22,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from flashmoe.distributed.heartbeat import INTERVAL, Used, blamed, key_of, look, note_of, store_lost
+from flashmoe.distributed.heartbeat import INTERVAL, GroupState, describe_culprits, key_of, look, note_of, store_lost
 from flashmoe.distributed.monitor import Monitor
 
 PATIENCE = 2.5  # seconds between two checks: more than two intervals
-_used: dict[str, Used] = {}
+_states: dict[str, GroupState] = {}
 _heart: _Heart | None = None
 
 
@@ -45,38 +45,41 @@ class _Heart(threading.Thread):
         while not self.ended.is_set() and dist.is_initialized():
             try:
                 self._beat()
-                monitor.look(_used)
+                monitor.look(_states)
             except Exception as error:  # the store ends with the process that holds it
-                monitor.look_alone(_used, error)
+                monitor.look_alone(_states, error)
             self.ended.wait(INTERVAL)
         with contextlib.suppress(Exception):
             self._beat(is_gone=True)
 
     def _beat(self, *, is_gone: bool = False) -> None:
-        groups = list(_used.values())
-        said = {"begun": {used.name: used.begun for used in groups}, "asks": {u.name: u.asks for u in groups if u.asks}}
-        self.store.set(key_of(self.rank), json.dumps({"beats": self.beats, "gone": is_gone, **said}))
+        groups = list(_states.values())
+        progress = {
+            "begun": {state.name: state.begun for state in groups},
+            "pending_call": {u.name: u.pending_call for u in groups if u.pending_call},
+        }
+        self.store.set(key_of(self.rank), json.dumps({"beats": self.beats, "gone": is_gone, **progress}))
         self.beats += 1
 
 
-def start(group: ProcessGroup) -> Used:
+def start(group: ProcessGroup) -> GroupState:
     """Start the heartbeat, once per initialisation of torch.distributed. Returns the state of ``group``."""
     global _heart
     store = dist.distributed_c10d._get_default_store()
     if _heart is None or _heart.watched is not store or not _heart.is_alive():
         stop()
-        _used.clear()
+        _states.clear()
         _heart = _Heart(store)
         _heart.start()
-    found = _used.get(group.group_name)
+    found = _states.get(group.group_name)
     if found is None or found.group() is not group:
-        found = _used[group.group_name] = Used(group)
+        found = _states[group.group_name] = GroupState(group)
     return found
 
 
-def used_by(group: ProcessGroup) -> Used:
+def state_of(group: ProcessGroup) -> GroupState:
     """The state of a group; cheap."""
-    found = _used.get(group.group_name)
+    found = _states.get(group.group_name)
     return found if found is not None and found.group() is group else start(group)
 
 
@@ -92,7 +95,7 @@ atexit.register(stop)
 def find_absent(group: ProcessGroup, *, is_final: bool = True) -> str:
     """The ranks that made an exchange of ``group`` fail, as a message; "" if all ranks are there. Takes seconds.
 
-    ``is_final``: the group cannot be used any more, and other ranks will call this too.
+    ``is_final``: the group cannot be state any more, and other ranks will call this too.
     """
     try:
         return _find_absent(start(group), is_final)
@@ -100,23 +103,23 @@ def find_absent(group: ProcessGroup, *, is_final: bool = True) -> str:
         return store_lost(error)
 
 
-def _find_absent(used: Used, is_final: bool) -> str:
-    store, note = dist.distributed_c10d._get_default_store(), note_of(used.name)
+def _find_absent(state: GroupState, is_final: bool) -> str:
+    store, note = dist.distributed_c10d._get_default_store(), note_of(state.name)
     if store.check([note]):
         return store.get(note).decode()
-    before = look(store, used.ranks)
+    before = look(store, state.ranks)
     time.sleep(PATIENCE)
     if store.check([note]):
         return store.get(note).decode()
-    after = look(store, used.ranks)
+    after = look(store, state.ranks)
     still = [
         rank
         for rank, beat in after.items()
         if beat["gone"] or (rank in before and beat["beats"] == before[rank]["beats"])
     ]
-    behind = [rank for rank in after if rank not in still and after[rank]["begun"].get(used.name, 0) < used.begun]
-    said = [f"rank {rank} has not called yet" for rank in used.ranks if rank not in after]
-    found = "; ".join([one for one in (blamed(after, used, still, behind),) if one] + said)
+    behind = [rank for rank in after if rank not in still and after[rank]["begun"].get(state.name, 0) < state.begun]
+    missing = [f"rank {rank} has not called yet" for rank in state.ranks if rank not in after]
+    found = "; ".join([one for one in (describe_culprits(after, state, still, behind),) if one] + missing)
     if found and is_final:
         store.set(note, found)
     return found

@@ -26,7 +26,7 @@ def register() -> None:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     except ImportError as error:
         msg = (
-            f"SGLang cannot be used ({error}); install SGLang 0.5.19 or later, or leave flashmoe out by SGLANG_PLUGINS"
+            f"SGLang cannot be used ({error}); install SGLang 0.5.19 or later, or exclude flashmoe with SGLANG_PLUGINS"
         )
         raise ArgumentError(msg) from error
     if NAME not in ATTENTION_BACKENDS:
@@ -37,20 +37,20 @@ def register() -> None:
 
 def create_backend(runner: Any) -> Any:
     """Called by SGLang once per model; raises ArgumentError for an unsupported model."""
-    if reason := obstacle(runner):
+    if reason := unsupported_reason(runner):
         msg = f"SGLang's attention backend {NAME!r}: {reason}; {INSTEAD}"
         raise ArgumentError(msg)
     return _backend_class()(runner)
 
 
-def obstacle(runner: Any) -> str | None:
+def unsupported_reason(runner: Any) -> str | None:
     """Why models of this kind are not supported; None if they may be."""
     if runner.use_mla_backend:
-        return "latent attention (MLA) is not covered"
+        return "latent attention (MLA) is not supported"
     if runner.model_config.is_encoder_decoder:
-        return "encoder-decoder models are not covered"
+        return "encoder-decoder models are not supported"
     if hasattr(runner.token_to_kv_pool, "swa_layer_nums"):
-        return "a cache of its own for layers with a window is not covered; --disable-hybrid-swa-memory keeps one"
+        return "a separate cache for layers with a window is not supported; --disable-hybrid-swa-memory uses one cache for all layers"
     return None
 
 
@@ -75,8 +75,8 @@ def _backend_class() -> Any:  # its base class is SGLang's
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    from flashmoe.attn.into import attention_into
     from flashmoe.attn.options import Varlen
+    from flashmoe.attn.out_variant import attention_out
 
     class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
         def __init__(self, runner: Any) -> None:
@@ -168,7 +168,7 @@ def _backend_class() -> Any:  # its base class is SGLang's
                 softcap=softcap,
                 num_splits=0,
             )
-            attention_into(written, given, *scales)
+            attention_out(written, given, *scales)
             return out.flatten(1)
 
         forward_decode = forward_extend
@@ -191,7 +191,7 @@ def _left(window: int | None) -> int:
 
 def _check_batch(forward_batch: Any) -> None:
     if forward_batch.forward_mode.is_target_verify() or forward_batch.spec_info is not None:
-        msg = f"speculative decoding is not covered by SGLang's attention backend {NAME!r}; {INSTEAD}"
+        msg = f"speculative decoding is not supported by SGLang's attention backend {NAME!r}; {INSTEAD}"
         raise ArgumentError(msg)
 
 
@@ -199,8 +199,8 @@ def _check_captured(forward_batch: Any) -> None:
     _check_batch(forward_batch)
     if not forward_batch.forward_mode.is_decode():
         msg = (
-            f"SGLang's attention backend {NAME!r} has no CUDA graphs of prompts; "
-            f"start with --cuda-graph-backend-prefill disabled, or {INSTEAD}"
+            f"SGLang's attention backend {NAME!r} does not support CUDA graphs of prompts; start with "
+            f"--cuda-graph-backend-prefill disabled, or {INSTEAD}"
         )
         raise ArgumentError(msg)
 
@@ -215,6 +215,6 @@ def _check_layer(layer: Any, others: dict[str, Any]) -> None:
             else f"{'cross' if layer.is_cross_attention else kind} attention"
         )
         msg = (
-            f"layer {layer.layer_id} wants {what}, which SGLang's attention backend {NAME!r} does not cover; {INSTEAD}"
+            f"layer {layer.layer_id} uses {what}, which SGLang's attention backend {NAME!r} does not support; {INSTEAD}"
         )
         raise ArgumentError(msg)

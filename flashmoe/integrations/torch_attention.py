@@ -114,7 +114,9 @@ def _install() -> _Active:
                 library.impl(name, _with_fallback(name, key, function), key, with_keyset=True, allow_override=True)
         if fallback.fallback_policy() != "allow":  # otherwise no call pays for it
             kernel = _torch_kernels.setdefault(SDPA, _torch_kernel(SDPA, "CPU"))
-            library.impl(SDPA, _watched(kernel), "CompositeImplicitAutograd", with_keyset=True, allow_override=True)
+            library.impl(
+                SDPA, _with_fallback_note(kernel), "CompositeImplicitAutograd", with_keyset=True, allow_override=True
+            )
     torch_jagged.watch()
     _active = _Active(library, torch.backends.cuda.cudnn_sdp_enabled())
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
@@ -160,7 +162,7 @@ def _with_fallback(name: str, key: str, function: Kernel) -> Kernel:
     return call
 
 
-def _watched(kernel: Any) -> Kernel:
+def _with_fallback_note(kernel: Any) -> Kernel:
     """torch's ``scaled_dot_product_attention``, with a fallback note for each call that is not dispatched to the flash backend."""
 
     def call(

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from flashmoe import fallback
 from flashmoe.attn import sdpa_dispatch
-from flashmoe.attn.sdpa_dispatch import Path, Route
+from flashmoe.attn.sdpa_dispatch import Backend, Route
 
 # The limits of torch's flash backend.
 DTYPES = (torch.float16, torch.bfloat16)
@@ -61,24 +61,24 @@ def route(
     try:
         sdpa._validate_sdpa_input(query, key, value, attn_mask, dropout_p, is_causal, scale)
     except ValueError as error:
-        return Route(Path.TORCH, f"torch refuses these jagged tensors: {error}")
+        return Route(Backend.TORCH, f"torch rejects these jagged tensors: {error}")
     query, key, value, _ = sdpa._autocast(query, key, value, None)
     given = (query, key, value, attn_mask, dropout_p, is_causal)
     if query.dim() > 3 and query._ragged_idx == 1:  # type: ignore[attr-defined]
         # The ragged dimension comes before the heads: torch treats this as dense attention of the values.
         given = (query.values(), key.values(), value.values(), attn_mask, dropout_p, is_causal)
-        obstacle = sdpa_dispatch.find_obstacle(*given, scale, enable_gqa)
-        if obstacle is not None:
-            return Route(Path.TORCH, obstacle)
+        unsupported_reason = sdpa_dispatch.find_unsupported(*given, scale, enable_gqa)
+        if unsupported_reason is not None:
+            return Route(Backend.TORCH, unsupported_reason)
         choice = SDPBackend(torch._fused_sdp_choice(*given, scale=scale, enable_gqa=enable_gqa))
     else:
         choice = _torchs_choice(*given, enable_gqa)
     if choice == SDPBackend.ERROR:
-        return Route(Path.TORCH, f"torch has no backend for these jagged tensors: {_why(query, key, value)}")
+        return Route(Backend.TORCH, f"torch has no backend for these jagged tensors: {_why(query, key, value)}")
     if choice != SDPBackend.FLASH_ATTENTION:
-        return Route(Path.TORCH, _reason(choice, query, key, value))
+        return Route(Backend.TORCH, _reason(choice, query, key, value))
     return Route(
-        Path.FLASHMOE, "torch hands these jagged tensors to its flash backend, whose place flashmoe takes while active"
+        Backend.FLASHMOE, "torch runs these jagged tensors on its flash backend, which flashmoe replaces while active"
     )
 
 
@@ -92,17 +92,19 @@ def _why(query: Tensor, key: Tensor, value: Tensor) -> str:
     if not torch.backends.cuda.flash_sdp_enabled():
         return "flash is switched off (sdpa_kernel or torch.backends.cuda.enable_flash_sdp)"
     if query.device.type != "cuda":
-        return f"flash takes jagged tensors on a GPU, not on {query.device.type}"
+        return f"flash supports jagged tensors on a GPU, not on {query.device.type}"
     if query.dtype not in DTYPES:
-        return f"flash takes float16 and bfloat16, not {query.dtype}"
+        return f"flash supports float16 and bfloat16, not {query.dtype}"
     q, k, v = query.shape, key.shape, value.shape
     if not len(q) == len(k) == len(v) == 4:
-        return f"flash takes four dimensions [B, H, S, D], not {len(q)}"
+        return f"flash supports four dimensions [B, H, S, D], not {len(q)}"
     if not q[3] == k[3] == v[3] or q[3] % 8 != 0 or q[3] > MAX_HEAD_DIM:
         found = f"{q[3]}, {k[3]} and {v[3]}"
-        return f"flash takes one head dim for query, key and value, a multiple of 8 up to {MAX_HEAD_DIM}, not {found}"
+        return (
+            f"flash supports one head dim for query, key and value, a multiple of 8 up to {MAX_HEAD_DIM}, not {found}"
+        )
     if not q[1] == k[1] == v[1]:
-        return f"flash takes one number of heads for query, key and value, not {q[1]}, {k[1]} and {v[1]}"
+        return f"flash supports one number of heads for query, key and value, not {q[1]}, {k[1]} and {v[1]}"
     if any(tensor._get_min_seqlen() == 0 for tensor in (query, key, value)):  # type: ignore[attr-defined]
-        return "flash takes no empty sequence"
-    return "torch.backends.cuda.can_use_flash_attention(..., debug=True) tells what flash does not take"
+        return "flash does not support empty sequences"
+    return "torch.backends.cuda.can_use_flash_attention(..., debug=True) says why flash does not support them"

@@ -115,8 +115,8 @@ def _backward(
 
 def _explained(error: Exception, q: Tensor, k: Tensor, v: Tensor) -> Exception:
     """Why the operator rejected the call; searched only then, because it takes longer than the call."""
-    obstacle = sdpa_dispatch.find_obstacle(q, k, v, None, 0.0, False, None, True)
-    return error if obstacle is None else LackingError(obstacle)
+    unsupported_reason = sdpa_dispatch.find_unsupported(q, k, v, None, 0.0, False, None, True)
+    return error if unsupported_reason is None else LackingError(unsupported_reason)
 
 
 # Dense: [B, H, S, D].
@@ -156,7 +156,7 @@ def sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _require(cum_seq_q is None and cum_seq_k is None, "lengths are given to the dense operator")
+    _require(cum_seq_q is None and cum_seq_k is None, "lengths are passed to the dense operator")
     return _backward(grad_out, q, k, v, out, lse, dropout_p, scale, is_causal, philox_seed)
 
 
@@ -198,8 +198,8 @@ def _require_square(q: Tensor, k: Tensor, is_causal: bool, attn_mask: Tensor | N
     _require(not is_causal or q.shape[2] == k.shape[2], "is_causal with different lengths")
 
 
-NO_STATE = "dropout_p is not 0, and this operator of torch has no place for the state of the random numbers"
-NO_DEBUG_MASK = "a debug mask is asked for; flashmoe stores no scores"
+NO_STATE = "dropout_p is not 0, and this operator of torch has no result for the random state"
+NO_DEBUG_MASK = "a debug mask is requested; flashmoe does not store scores"
 
 
 # Ragged: [tokens, H, D] with cumulative lengths. torch also calls these operators for dense [B, S, H, D], from its own dense kernel.
@@ -292,7 +292,7 @@ NO_LENGTHS = "the ragged operator is called without lengths"
 
 def _require_nothing_else(others: Mapping[str, Any]) -> None:
     for name, value in others.items():
-        _require(value is None, f"{name} is given; flashmoe's ragged attention has no such argument")
+        _require(value is None, f"{name} is given; flashmoe's varlen attention has no such argument")
 
 
 def _sides(left: int | None, right: int | None, causal: bool) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from flashmoe import _extension
 from flashmoe.errors import ArgumentTypeError, ShapeError
 from flashmoe.layers.autograd import CHOOSE, call_linear
 from flashmoe.moe import errors
-from flashmoe.moe.autograd import refuse_tangents
+from flashmoe.moe.autograd import check_no_tangents
 
 _extension.load()
 
@@ -45,7 +45,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         out = call_linear(rows, w, bias)
     else:
         try:
-            refuse_tangents("linear", rows, w, bias)
+            check_no_tangents("linear", rows, w, bias)
             out = call_linear(rows, w, bias)
         except Exception as error:
             errors.raise_cause(error, "_linear", (rows, w, bias, CHOOSE))

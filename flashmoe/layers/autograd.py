@@ -39,7 +39,7 @@ def call_linear(x: Tensor, weight: Tensor, bias: Tensor | None, tile: int = CHOO
     return result
 
 
-def keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, int], output: Tensor) -> None:
+def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, int], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
 
 
@@ -57,7 +57,7 @@ def gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 vmap = one_by_one(call_linear)
 _transformed = function_under_transforms(
     call_linear,
-    keep,
+    setup_context,
     gradient,
     vmap,
     "flashmoe.linear has no forward-mode derivative; use reverse mode, or torch.nn.functional.linear",

@@ -12,7 +12,7 @@ OPERATORS = (
         flops=autograd.flops,
         autocast=3,
         gradient=autograd.gradient,
-        setup_context=autograd.keep,
+        setup_context=autograd.setup_context,
         vmap=autograd.vmap,
     ),
 )

@@ -10,12 +10,13 @@ from torch import Tensor
 from flashmoe import _extension
 from flashmoe.checks import check_flag, check_size, has_fx_proxies, is_number, trace_call
 from flashmoe.errors import ArgumentTypeError, DifferentiationError
+from flashmoe.mla.codes import LATENT_DIM
 from flashmoe.rules import broken, explain
 from flashmoe.transforms import has_tangent
 
 _extension.load()
 _decode = torch.ops.flashmoe.mla_decode.default
-VALUE_DIM = 512
+VALUE_DIM = LATENT_DIM
 _OPTIONAL = ("cache_seqlens", "block_table", "sinks", "indices")
 
 

@@ -16,7 +16,7 @@ NAN_CODE = 0x7F
 _FRACTION, _LARGEST_SCALE = 0x7FFFFF, 254 << 23  # bits of a float32: 2^127
 
 
-def has_codes(cache: Tensor) -> bool:
+def is_fp8(cache: Tensor) -> bool:
     """Whether a cache holds 8-bit floats, as bytes or as float8_e4m3fn."""
     return cache.dtype in (torch.uint8, E4M3)
 

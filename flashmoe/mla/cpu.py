@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from flashmoe.mla import codes
+from flashmoe.mla.codes import LATENT_DIM
 from flashmoe.rules import broken, check
-
-LATENT_DIM = 512
 
 
 def decode(
@@ -80,7 +79,7 @@ def _attend(
 
 def _values(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """[keys, 576] in float32."""
-    return (codes.dequantize(keys, dtype) if codes.has_codes(keys) else keys).float()
+    return (codes.dequantize(keys, dtype) if codes.is_fp8(keys) else keys).float()
 
 
 def _keys(kv_cache: Tensor, block_table: Tensor | None, sequence: int, length: int) -> Tensor:

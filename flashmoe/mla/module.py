@@ -76,7 +76,7 @@ class MLA(nn.Module):
             ("value_dim", value_dim, MAX_GPU_OPTIONS_HEAD_DIM),
         ):
             if size > most:
-                msg = f"{name} is {size}; supported: 1 to {most}; divide heads among several layers"
+                msg = f"{name} is {size}; supported: 1 to {most}; split the heads over several layers"
                 raise ArgumentError(msg)
         for name, flag in (("interleaved", interleaved), ("bias", bias)):
             check_flag(name, flag)
@@ -86,9 +86,7 @@ class MLA(nn.Module):
         if frequencies is None:
             frequencies = rope_theta ** (-torch.arange(0, ROTARY_DIM, 2, dtype=torch.float64) / ROTARY_DIM)
         if tuple(frequencies.shape) != (ROTARY_DIM // 2,):
-            msg = (
-                f"frequencies must be [{ROTARY_DIM // 2}]; found {shape_of(frequencies)}; give one for each rotary pair"
-            )
+            msg = f"frequencies must be [{ROTARY_DIM // 2}]; found {shape_of(frequencies)}; pass one per rotary pair"
             raise ShapeError(msg)
         # stored as integers, which .to(dtype) leaves unchanged
         bits = frequencies.to(device, torch.float32).view(torch.int32)
@@ -207,7 +205,7 @@ class MLA(nn.Module):
             msg = f"x must be a torch.Tensor [batch, tokens, {self.dim}]; found {type(x).__name__}"
             raise ArgumentTypeError(msg)
         if x.dim() != 3 or x.shape[2] != self.dim:
-            msg = f"x must be [batch, tokens, {self.dim}]; found {shape_of(x)}; reshape it, or build with its dim"
+            msg = f"x must be [batch, tokens, {self.dim}]; found {shape_of(x)}; reshape it, or create the layer with another dim"
             raise ShapeError(msg)
         check_input_dtype("x", x, self.o_proj.weight)
         if (cache is None) != (cache_seqlens is None):
@@ -216,13 +214,13 @@ class MLA(nn.Module):
         if cache is None or cache_seqlens is None:
             return
         if cache.dim() != 3 or cache.shape[2] != WIDTH:
-            msg = f"cache must be [batch, keys, {WIDTH}] or [pages, page_size, {WIDTH}]; found {shape_of(cache)}; allocate it so"
+            msg = f"cache must be [batch, keys, {WIDTH}] or [pages, page_size, {WIDTH}]; found {shape_of(cache)}; allocate it with that shape"
             raise ShapeError(msg)
         if cache.dtype != self.o_proj.weight.dtype:
             msg = f"cache is {cache.dtype} and the layer's parameters {self.o_proj.weight.dtype}; allocate it in that dtype"
             raise DtypeError(msg)
         if torch.is_grad_enabled() and (x.requires_grad or self.o_proj.weight.requires_grad):
-            msg = "a cache is for inference, and gradients are on; call it under torch.no_grad(), or train without a cache"
+            msg = "a cache is for inference, but gradients are enabled; call it under torch.no_grad(), or train without a cache"
             raise DifferentiationError(msg)
 
     def extra_repr(self) -> str:

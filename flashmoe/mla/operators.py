@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashmoe.attn.operators import refuse_vmap_append
+from flashmoe.attn.operators import raise_no_vmap_append
 from flashmoe.mla import codes, cpu
+from flashmoe.mla.codes import LATENT_DIM
 from flashmoe.operator import Operator
 from flashmoe.rules import check
-
-LATENT_DIM = 512
 
 
 def _fake(q: Tensor, kv_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -45,6 +44,6 @@ OPERATORS = (
         fake=_fake_append,
         flops=lambda *_, **__: 0,
         impls={"CPU": codes.append},
-        vmap=refuse_vmap_append,
+        vmap=raise_no_vmap_append,
     ),
 )

@@ -117,9 +117,9 @@ def fused_moe(
         DifferentiationError: forward-mode differentiation, or a second derivative (raised in the backward pass).
     """
     if misplaced:
-        keywords.refuse_positional("fused_moe", misplaced, _LAYER_ARGUMENTS[5:], 5)
+        keywords.raise_extra_positional("fused_moe", misplaced, _LAYER_ARGUMENTS[5:], 5)
     if misspelt:
-        keywords.refuse("fused_moe", misspelt, _LAYER_ARGUMENTS)
+        keywords.raise_unknown("fused_moe", misspelt, _LAYER_ARGUMENTS)
     layer = Layer(x, w13, w2, topk_weights, topk_ids, b13, b2, expert_map, shared, activation, layout, transposed)
     check_flag("transposed", transposed)  # the dispatcher would take None as False
     check_flag("weights_on_input", weights_on_input)
@@ -132,7 +132,7 @@ def fused_moe(
             layer, scales, out, precision=precision, weights_on_input=weights_on_input, quantized=quantized
         )
     if quantized is not None:
-        msg = "quantized is given without precision='fp8', whose products take it; give both, or neither"
+        msg = "quantized is given without precision='fp8'; pass both, or neither"
         raise ArgumentError(msg)
     if mxfp4.is_mxfp4(layer, scales):
         return mxfp4.call_mxfp4(layer, scales, out, weights_on_input=weights_on_input)
@@ -149,12 +149,12 @@ def fused_moe(
 
 def _call(layer: Layer, out: Tensor | None) -> Tensor:
     if transforms_are_active() and not is_compiling():
-        _refuse_out_with_gradient(out, is_needed=True)
+        _check_out_without_gradient(out, is_needed=True)
         return autograd.layer_under_transforms(layer)
-    autograd.refuse_tangents("fused_moe", *layer)
+    autograd.check_no_tangents("fused_moe", *layer)
     needs_gradient = torch.is_grad_enabled() and layer.requires_grad()
     if out is not None:
-        _refuse_out_with_gradient(out, is_needed=needs_gradient or (torch.is_grad_enabled() and out.requires_grad))
+        _check_out_without_gradient(out, is_needed=needs_gradient or (torch.is_grad_enabled() and out.requires_grad))
         _operators._fused_moe_out.default(out, *layer)
         return out
     if needs_gradient or (
@@ -166,9 +166,9 @@ def _call(layer: Layer, out: Tensor | None) -> Tensor:
     return result
 
 
-def _refuse_out_with_gradient(out: Tensor | None, *, is_needed: bool) -> None:
+def _check_out_without_gradient(out: Tensor | None, *, is_needed: bool) -> None:
     if out is not None and is_needed:
-        msg = "out= is given, but a gradient is to be recorded; leave out= away, or call under torch.no_grad()"
+        msg = "out= is given, but a gradient is requested; remove out=, or call under torch.no_grad()"
         raise ArgumentError(msg)
 
 
@@ -182,7 +182,7 @@ def _weigh_input(layer: Layer, out: Tensor | None) -> Tensor:
         errors.check("_fused_moe_inference", layer)
     if out is not None:
         errors.check("_fused_moe_out", (out, *layer))
-        _refuse_out_with_gradient(
+        _check_out_without_gradient(
             out, is_needed=torch.is_grad_enabled() and (layer.requires_grad() or out.requires_grad)
         )
     ids, shared, dtype = layer.topk_ids.reshape(-1, 1), layer.shared, layer.x.dtype
@@ -275,9 +275,9 @@ def topk_route(
         UnsupportedGpuError, DriverError: this build has no kernel for the GPU; the driver is absent or failed.
     """
     if misplaced:
-        keywords.refuse_positional("topk_route", misplaced, _ROUTE_ARGUMENTS[2:], 2)
+        keywords.raise_extra_positional("topk_route", misplaced, _ROUTE_ARGUMENTS[2:], 2)
     if misspelt:
-        keywords.refuse("topk_route", misspelt, _ROUTE_ARGUMENTS)
+        keywords.raise_unknown("topk_route", misspelt, _ROUTE_ARGUMENTS)
     check_flag("renormalize", renormalize)
     check_flag("return_counts", return_counts)
     if bool in (type(k), type(groups), type(topk_groups)):  # the dispatcher would take a bool for a number
@@ -291,7 +291,7 @@ def topk_route(
         weights, ids, counts = _operators.topk_route.default(*call)
     else:
         try:
-            autograd.refuse_tangents("topk_route", *call)
+            autograd.check_no_tangents("topk_route", *call)
             weights, ids, counts = autograd.call_route(*call)
         except Exception as error:
             errors.raise_cause(error, "topk_route", call)
@@ -318,7 +318,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if is_compiling():
         return autograd.call_grouped(a, b, offsets)
     try:
-        autograd.refuse_tangents("grouped_mm", a, b)
+        autograd.check_no_tangents("grouped_mm", a, b)
         return autograd.call_grouped(a, b, offsets)
     except Exception as error:
         operator = "_grouped_mm_2d2d" if getattr(b, "ndim", 3) == 2 else "grouped_mm"

@@ -25,20 +25,20 @@ from torch.compiler import is_compiling
 from flashmoe.errors import ArgumentError, DifferentiationError
 from flashmoe.moe.fake import GRADIENTS, Gradients
 from flashmoe.moe.options import Layer, Routing
-from flashmoe.operator import keep_nothing
+from flashmoe.operator import save_nothing
 from flashmoe.transforms import autocasted, function_under_transforms, has_tangent, merge_batches
 
-_NO_FORWARD_MODE = "flashmoe.{} has no forward-mode derivative; use reverse mode, or compose it of torch's operators"
-_ONCE = "flashmoe.fused_moe can be differentiated once; this asked for a second derivative. Compose the layer of torch's operators for it"
+_NO_FORWARD_MODE = "flashmoe.{} has no forward-mode derivative; use reverse mode, or build it from torch's operators"
+_ONCE = "flashmoe.fused_moe can be differentiated once; a second derivative was requested. Build the layer from torch's operators for it"
 _NOT_BATCHED = (
-    "flashmoe.fused_moe takes no is_grads_batched=True; ask for one gradient at a time, or use torch.vmap over the function of "
+    "flashmoe.fused_moe does not support is_grads_batched=True; request one gradient at a time, or use torch.vmap over the function of "
     "torch.func.vjp"
 )
 # The arguments that autocast casts. topk_weights may stay float32.
 CAST = tuple(Layer._fields.index(name) for name in ("x", "w13", "w2", "b13", "b2", "shared"))
 
 
-def refuse_tangents(function: str, *arguments: Any) -> None:
+def check_no_tangents(function: str, *arguments: Any) -> None:
     """Raise if a forward-mode derivative is being computed through one of the arguments, because it would be lost."""
     if forward_ad._current_level < 0:  # no dual level is open: the usual case, decided first
         return
@@ -64,7 +64,7 @@ def one_by_one(call: Callable[..., Any]) -> Callable[..., Any]:
 # The layer
 
 
-def keep_for_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save_for_layer(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *given, ctx.is_kept = inputs
     layer = Layer(*given)
     ctx.save_for_backward(layer.x, layer.w13, layer.w2, layer.b13, layer.b2, *output[1:])
@@ -88,9 +88,7 @@ def _layer_gradient(backward: Callable[..., Gradients], ctx: Any, grad_out: Tens
     found: dict[str, Tensor | None] = {}
     if needs:
         if not ctx.is_kept:
-            msg = (
-                "_fused_moe was called with keep=False, so nothing was kept for a backward pass; call it with keep=True"
-            )
+            msg = "_fused_moe was called with keep=False, so nothing was saved for the backward pass; call it with keep=True"
             raise ArgumentError(msg)
         found = dict(zip(GRADIENTS, backward(grad_out, *ctx.saved_tensors, *ctx.words, needs), strict=True))
     dweights = found.get("topk_weights")
@@ -119,7 +117,7 @@ def _layer_backward(grad_out: Tensor, *arguments: Any) -> Gradients:
     return found
 
 
-def refuse_double_backward(ctx: Any, *_: Any) -> NoReturn:
+def raise_double_backward(ctx: Any, *_: Any) -> NoReturn:
     raise DifferentiationError(_ONCE)
 
 
@@ -172,15 +170,15 @@ def _needed_gradients(*arguments: Any) -> tuple[Tensor, ...]:
 # The tensors saved for a backward pass belong to one sort, hence one call per element of a mapped dimension.
 _transformed_layer: Callable[..., Any] = function_under_transforms(
     _layer_kept,
-    keep_for_layer,
+    save_for_layer,
     _gradient_under_transforms,
     one_by_one(lambda *given: _transformed_layer(*given)),  # noqa: PLW0108, bound later
     _NO_FORWARD_MODE.format("fused_moe"),
 )
 _transformed_backward: Callable[..., Any] = function_under_transforms(
     _needed_gradients,
-    keep_nothing,
-    refuse_double_backward,
+    save_nothing,
+    raise_double_backward,
     one_by_one(lambda *given: _transformed_backward(*given)),  # noqa: PLW0108, bound later
     _ONCE,
 )
@@ -198,7 +196,7 @@ def call_route(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return result
 
 
-def keep_for_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def save_for_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     call = Routing(*inputs)
     ctx.save_for_backward(call.logits, call.bias, output[1])
     ctx.words = call.scoring, call.renormalize, call.scale
@@ -258,7 +256,7 @@ def vmap_route(
 
 
 _transformed_route = function_under_transforms(
-    call_route, keep_for_route, route_gradient, vmap_route, _NO_FORWARD_MODE.format("topk_route")
+    call_route, save_for_route, route_gradient, vmap_route, _NO_FORWARD_MODE.format("topk_route")
 )
 
 
@@ -276,7 +274,7 @@ def call_grouped(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return result
 
 
-def keep_for_grouped(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def save_for_grouped(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -298,7 +296,7 @@ def grouped_2d2d_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor
 vmap_grouped = one_by_one(call_grouped)
 _transformed_grouped, _transformed_2d2d = (
     function_under_transforms(
-        call_grouped, keep_for_grouped, gradient, vmap_grouped, _NO_FORWARD_MODE.format("grouped_mm")
+        call_grouped, save_for_grouped, gradient, vmap_grouped, _NO_FORWARD_MODE.format("grouped_mm")
     )
     for gradient in (grouped_gradient, grouped_2d2d_gradient)
 )

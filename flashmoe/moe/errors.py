@@ -70,10 +70,10 @@ def check_tensor(name: str, value: Any) -> None:
         msg = f"{name} must be a dense (strided) tensor; found a {found} tensor; pad or densify it"
         raise ArgumentError(msg)
     if value.is_quantized:
-        msg = f"{name} is a quantised tensor ({value.dtype}), which no kernel takes; give {name}.dequantize()"
+        msg = f"{name} is a quantised tensor ({value.dtype}), which no kernel supports; pass {name}.dequantize()"
         raise DtypeError(msg)
     if has_names(value):
-        msg = f"{name} has named dimensions {value.names}; no operator here knows names; drop them with .rename(None)"
+        msg = f"{name} has named dimensions {value.names}; named tensors are not supported; drop the names with .rename(None)"
         raise ArgumentError(msg)
 
 

@@ -73,14 +73,8 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype is torch.float8_e4m3fn else x.dtype
 
 
-def scaled(*arguments: Any) -> Tensor:
-    check("_fused_moe_scaled", arguments)
-    x: Tensor = arguments[0]
-    return x.new_empty(x.shape, dtype=output_dtype(x))
-
-
-def scaled_torch(*arguments: Any) -> Tensor:
-    check("_fused_moe_scaled_torch", arguments)
+def scaled(*arguments: Any, operator: str = "_fused_moe_scaled") -> Tensor:
+    check(operator, arguments)
     x: Tensor = arguments[0]
     return x.new_empty(x.shape, dtype=output_dtype(x))
 

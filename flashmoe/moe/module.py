@@ -76,7 +76,7 @@ class MoE(nn.Module):
         for name, flag in {**flags, "weights_on_input": weights_on_input}.items():
             check_flag(name, flag)
         if selection_bias and scoring == "topk_softmax":
-            msg = "selection_bias is True with scoring 'topk_softmax', which would add it to the weights, too; use bias=True"
+            msg = "selection_bias is True with scoring 'topk_softmax', which would add it to the weights too; use bias=True"
             raise ArgumentError(msg)
         check_parameter_dtype(dtype, (torch.float16, torch.bfloat16, torch.float32))
         self.router = nn.Linear(self.dim, self.experts, bias=bias, device=device, dtype=dtype)
@@ -147,7 +147,7 @@ class MoE(nn.Module):
         if _get_tracing_state() is None and (
             x.dim() < 1 or x.shape[-1] != self.dim
         ):  # a tracer would take the check for a branch
-            msg = f"x must be [..., {self.dim}]; found {shape_of(x)}; reshape it, or make the layer with another dim"
+            msg = f"x must be [..., {self.dim}]; found {shape_of(x)}; reshape it, or create the layer with another dim"
             raise ShapeError(msg)
         if _get_tracing_state() is None:
             check_input_dtype("x", x, getattr(self.router, "weight", None))

@@ -16,7 +16,7 @@ from flashmoe.errors import ArgumentError
 from flashmoe.moe import errors
 from flashmoe.moe.options import Layer, Mxfp4Layer, Scales
 from flashmoe.moe.packed import is_packed
-from flashmoe.moe.scaled import refuse_gradients
+from flashmoe.moe.scaled import check_no_gradients
 from flashmoe.rules import check
 
 BLOCK = 32  # values of a row with one scale
@@ -34,14 +34,14 @@ def call_mxfp4(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_i
     """``fused_moe`` with uint8 weights."""
     for name, is_given in {"transposed": layer.transposed, "weights_on_input": weights_on_input}.items():
         if is_given:
-            msg = f"{name} is given with mxfp4 (uint8) weights, which do not support it; leave it out, or give bfloat16 weights"
+            msg = f"{name} is given with mxfp4 (uint8) weights, which do not support it; remove it, or pass bfloat16 weights"
             raise ArgumentError(msg)
     packed = [is_packed(weights) for weights in (layer.w13, layer.w2)]
     if any(packed):
         _check_packed(packed, scales)
     for name, scale in (("w13_scale", scales.w13), ("w2_scale", scales.w2)):
         if scale is None and not any(packed):
-            msg = f"{name} is None; mxfp4 (uint8) weights need w13_scale and w2_scale; give both, or bfloat16 weights"
+            msg = f"{name} is None; mxfp4 (uint8) weights need w13_scale and w2_scale; pass both, or bfloat16 weights"
             raise ArgumentError(msg)
     if scales.x is not None:
         msg = "x_scale is given with mxfp4 (uint8) weights, whose x is bfloat16; leave it out"
@@ -49,7 +49,7 @@ def call_mxfp4(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_i
     given = {name: getattr(layer, name) for name in Mxfp4Layer._fields if name in Layer._fields}
     given |= {"w13": _flat(layer.w13), "w2": _flat(layer.w2), "w13_scale": scales.w13, "w2_scale": scales.w2}
     call = Mxfp4Layer(**given)
-    refuse_gradients((*call, out), "mxfp4 (uint8)")
+    check_no_gradients((*call, out), "mxfp4 (uint8)")
     if out is not None:
         errors.check_types("_fused_moe_mxfp4", call)
         errors.check_tensor("out", out)
@@ -63,7 +63,7 @@ def _check_packed(packed: list[bool], scales: Scales) -> None:
         msg = f"w{'2' if packed[0] else '13'} is not packed, and the other weights are; pack both, or neither (flashmoe.pack_mxfp4)"
         raise ArgumentError(msg)
     if scales.w13 is not None or scales.w2 is not None:
-        msg = "scales are given with packed mxfp4 weights, which hold theirs (flashmoe.pack_mxfp4); leave w13_scale and w2_scale out"
+        msg = "scales are given with packed mxfp4 weights, which contain their scales (flashmoe.pack_mxfp4); remove w13_scale and w2_scale"
         raise ArgumentError(msg)
 
 

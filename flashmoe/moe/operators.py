@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from flashmoe.moe import autograd, fake, mxfp4, scaled, training
@@ -14,7 +16,7 @@ OPERATORS = (
         flops=fake.layer_flops,
         autocast=autograd.CAST,
         gradient=autograd.layer_gradient,
-        setup_context=autograd.keep_for_layer,
+        setup_context=autograd.save_for_layer,
     ),
     Operator(
         "_fused_moe_inference",
@@ -28,7 +30,7 @@ OPERATORS = (
         "_fused_moe_backward",
         fake=fake.layer_backward,
         flops=fake.layer_backward_flops,
-        gradient=autograd.refuse_double_backward,
+        gradient=autograd.raise_double_backward,
     ),
     Operator("_fused_moe_backward_consuming", fake=fake.layer_backward, flops=fake.layer_backward_flops),
     Operator(
@@ -41,7 +43,7 @@ OPERATORS = (
     ),
     Operator(
         "_fused_moe_scaled_torch",
-        fake=fake.scaled_torch,
+        fake=partial(fake.scaled, operator="_fused_moe_scaled_torch"),
         flops=fake.scaled_flops,
         autocast=scaled.CAST,
         vmap=autograd.one_by_one(scaled.call_in_torch),
@@ -53,7 +55,7 @@ OPERATORS = (
         "_fused_moe_scaled_backward",
         fake=fake.scaled_backward,
         flops=fake.scaled_backward_flops,
-        gradient=autograd.refuse_double_backward,
+        gradient=autograd.raise_double_backward,
         impls={"CPU": training.backward},
     ),
     Operator(
@@ -71,7 +73,7 @@ OPERATORS = (
         fake=fake.route,
         flops=fake.no_flops,
         gradient=autograd.route_gradient,
-        setup_context=autograd.keep_for_route,
+        setup_context=autograd.save_for_route,
         vmap=autograd.vmap_route,
     ),
     Operator("moe_sort", fake=fake.sort, flops=fake.no_flops),
@@ -81,7 +83,7 @@ OPERATORS = (
         flops=fake.grouped_flops,
         autocast=2,
         gradient=autograd.grouped_gradient,
-        setup_context=autograd.keep_for_grouped,
+        setup_context=autograd.save_for_grouped,
         vmap=autograd.vmap_grouped,
     ),
     Operator(
@@ -90,7 +92,7 @@ OPERATORS = (
         flops=fake.grouped_flops,
         autocast=2,
         gradient=autograd.grouped_2d2d_gradient,
-        setup_context=autograd.keep_for_grouped,
+        setup_context=autograd.save_for_grouped,
         vmap=autograd.vmap_grouped,
     ),
 )

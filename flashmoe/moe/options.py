@@ -14,6 +14,7 @@ ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 LAYOUTS: tuple[str, ...] = get_args(Layout)
 SCORINGS: tuple[str, ...] = get_args(Scoring)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
+CLAMPED_ALPHA, CLAMPED_LIMIT = 1.702, 7.0  # of the activation clamped_swiglu
 
 
 class Layer(NamedTuple):

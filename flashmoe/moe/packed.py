@@ -23,10 +23,10 @@ BLOCK_BYTES = SIDE * SIDE // 2 + SIDE * SIDE // BLOCK
 CAPABILITY = (9, 0)  # of the GPUs whose kernels read packed weights
 _THREADS = 128
 # Bits of a pair: magnitude and sign of the first code; those of the second code are 16 higher.
-_PLACES = (6, 7, 8, 15)
-_TURNS = (0, 6, 26)  # rotations to the left that extract the three pairs of a word
+_BIT_POSITIONS = (6, 7, 8, 15)
+_ROTATIONS = (0, 6, 26)  # rotations to the left that extract the three pairs of a word
 _LEFT = (3, 4, 10, 11)  # the bits of either half of a word that these pairs leave free
-_TURN_OF_SECOND = 2  # rotation of the second word's free bits, so that they do not overlap the first word's
+_SECOND_ROTATION = 2  # rotation of the second word's free bits, so that they do not overlap the first word's
 _LAST_TURNS = (28, 2)  # rotations for the two pairs that are split over both words
 
 
@@ -67,7 +67,7 @@ def pack_mxfp4(codes: Tensor, scales: Tensor, *, gated: Layout | None = None) ->
     experts, n, k = codes.shape[0], codes.shape[1], 2 * codes.shape[2]
     needed = [experts, n, k // BLOCK]
     if list(scales.shape) != needed or scales.device != codes.device:
-        msg = f"scales has shape {list(scales.shape)} on {scales.device}; {needed} on {codes.device} is needed, a scale for each {BLOCK}"
+        msg = f"scales has shape {list(scales.shape)} on {scales.device}; {needed} on {codes.device} is needed, one scale per {BLOCK} values"
         raise ShapeError(msg)
     packed = codes.new_empty((experts, n // SIDE, k // SIDE, BLOCK_BYTES))
     rows = _row_order(n, gated).to(codes.device)
@@ -119,9 +119,9 @@ def _pack_codes(codes: Tensor, out: Tensor) -> None:
     # [rows / 64, k / 64, warp, g, q, 32 k; 16 k, 8 k, row: a pair; code]
     ordered = axes.permute(0, 4, 1, 3, 8, 5, 6, 7, 2, 9).reshape(n // SIDE, half * 2 // SIDE, _THREADS, 2, 8, 2)
     words = ordered.new_zeros((*ordered.shape[:4], 2))
-    for pair, code, bit, word, place in _bits():
+    for pair, code, bit, word, position in _bits():
         value = ordered[..., pair, code] >> bit & 1
-        words[..., word] |= value << place
+        words[..., word] |= value << position
     out.copy_(words.flatten(2).view(torch.uint8))
 
 
@@ -130,8 +130,8 @@ def _unpack_codes(packed: Tensor) -> Tensor:
     tiles, steps, _ = packed.shape
     words = packed.contiguous().view(torch.int32).view(tiles, steps, _THREADS, 2, 2)
     ordered = words.new_zeros((*words.shape[:4], 8, 2))
-    for pair, code, bit, word, place in _bits():
-        ordered[..., pair, code] |= (words[..., word] >> place & 1) << bit
+    for pair, code, bit, word, position in _bits():
+        ordered[..., pair, code] |= (words[..., word] >> position & 1) << bit
     # the axes of _pack_codes, back in the order of the weights
     axes = ordered.view(tiles, steps, 4, 8, 4, 2, 2, 2, 2, 2).permute(0, 2, 8, 3, 1, 5, 6, 7, 4, 9)
     nibbles = axes.reshape(tiles * SIDE, steps * SIDE // 2, 2)
@@ -141,15 +141,17 @@ def _unpack_codes(packed: Tensor) -> Tensor:
 @cache
 def _bits() -> tuple[tuple[int, int, int, int, int], ...]:
     """(pair, code, bit of the code, word, bit of the word) for all bits of 16 codes."""
-    places = [(code, bit, place + 16 * code) for code in range(2) for bit, place in enumerate(_PLACES)]
+    positions = [(code, bit, position + 16 * code) for code in range(2) for bit, position in enumerate(_BIT_POSITIONS)]
     found = []
-    for code, bit, place in places:
+    for code, bit, position in positions:
         for word in range(2):
-            found += [(3 * word + i, code, bit, word, (place - turn) % 32) for i, turn in enumerate(_TURNS)]
-        for i, turn in enumerate(_LAST_TURNS):
-            rest = (place - turn) % 32  # index in the free bits of both words
+            found += [
+                (3 * word + i, code, bit, word, (position - rotation) % 32) for i, rotation in enumerate(_ROTATIONS)
+            ]
+        for i, rotation in enumerate(_LAST_TURNS):
+            rest = (position - rotation) % 32  # index in the free bits of both words
             is_first = rest % 16 in _LEFT
-            found.append((6 + i, code, bit, 0 if is_first else 1, rest if is_first else (rest - _TURN_OF_SECOND) % 32))
+            found.append((6 + i, code, bit, 0 if is_first else 1, rest if is_first else (rest - _SECOND_ROTATION) % 32))
     return tuple(found)
 
 

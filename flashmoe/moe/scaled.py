@@ -20,7 +20,7 @@ from flashmoe.errors import ArgumentError, DifferentiationError
 from flashmoe.fallback import note_fallback
 from flashmoe.moe import errors
 from flashmoe.moe.fake import output_dtype
-from flashmoe.moe.options import Layer, ScaledLayer, Scales
+from flashmoe.moe.options import CLAMPED_ALPHA, CLAMPED_LIMIT, Layer, ScaledLayer, Scales
 from flashmoe.rules import check
 
 BLOCK = 128  # values of a row per scale; for weights also rows per scale
@@ -52,16 +52,16 @@ def call_scaled(layer: Layer, scales: Scales, out: Tensor | None, *, weights_on_
     unsupported |= {"transposed": layer.transposed, "weights_on_input": weights_on_input}
     for name, is_given in unsupported.items():
         if is_given:
-            msg = f"{name} is given with float8_e4m3fn weights, which do not support it; leave it out, or give bfloat16 weights"
+            msg = f"{name} is given with float8_e4m3fn weights, which do not support it; remove it, or pass bfloat16 weights"
             raise ArgumentError(msg)
     for name, scale in (("w13_scale", scales.w13), ("w2_scale", scales.w2)):
         if scale is None:
-            msg = f"{name} is None; float8_e4m3fn weights need w13_scale and w2_scale; give both, or bfloat16 weights"
+            msg = f"{name} is None; float8_e4m3fn weights need w13_scale and w2_scale; pass both, or bfloat16 weights"
             raise ArgumentError(msg)
     given: dict[str, Any] = {name: getattr(layer, name) for name in ScaledLayer._fields if name in Layer._fields}
     given |= {"w13_scale": scales.w13, "w2_scale": scales.w2, "x_scale": scales.x}
     call = ScaledLayer(**given)
-    refuse_gradients((*call, out), "float8_e4m3fn")
+    check_no_gradients((*call, out), "float8_e4m3fn")
     if out is not None:
         errors.check_types("_fused_moe_scaled_torch", call)
         errors.check_tensor("out", out)
@@ -99,7 +99,7 @@ def _why_torch(x: Any) -> str | None:
     return f"the GPU has compute capability {major}.{minor}; the kernels are for {CAPABILITY[0]}.{CAPABILITY[1]}"
 
 
-def refuse_gradients(values: tuple[Any, ...], weights: str) -> None:
+def check_no_gradients(values: tuple[Any, ...], weights: str) -> None:
     """Raise if a gradient is requested. ``weights``: the weights' format, for the message."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not torch.is_grad_enabled():
@@ -108,10 +108,7 @@ def refuse_gradients(values: tuple[Any, ...], weights: str) -> None:
     if not is_requested and not is_compiling() and transforms_are_active():
         is_requested = any(torch._C._functorch.is_gradtrackingtensor(tensor) for tensor in tensors)
     if is_requested:
-        msg = (
-            f"a gradient is requested, and fused_moe with {weights} weights has none; call it under torch.no_grad(), or give "
-            "bfloat16 weights"
-        )
+        msg = f"a gradient is requested, and fused_moe with {weights} weights has none; call it under torch.no_grad(), or pass bfloat16 weights"
         raise DifferentiationError(msg)
 
 
@@ -138,8 +135,8 @@ def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     if activation == "reglu":
         return functional.relu(gate) * up
     if activation == "clamped_swiglu":
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return gate * torch.sigmoid(CLAMPED_ALPHA * gate) * (up + 1)
     return functional.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
 
 

@@ -27,7 +27,7 @@ from flashmoe.errors import ArgumentError, ArgumentTypeError, ShapeError
 from flashmoe.fallback import note_fallback
 from flashmoe.moe import autograd, errors, scaled
 from flashmoe.moe.fake import Gradients
-from flashmoe.moe.options import PRECISIONS, Layer, ScaledLayer, Scales
+from flashmoe.moe.options import CLAMPED_ALPHA, CLAMPED_LIMIT, PRECISIONS, Layer, ScaledLayer, Scales
 from flashmoe.moe.scaled import BLOCK, activate, dequantize_rows, dequantize_weights, quantize
 from flashmoe.rules import check
 from flashmoe.transforms import autocasted
@@ -72,21 +72,19 @@ def call_fp8(
 ) -> Tensor:
     """``fused_moe`` with ``precision``."""
     if precision not in PRECISIONS:
-        msg = f"precision is {precision!r}; supported: {', '.join(map(repr, PRECISIONS))}, or None for that of x"
+        msg = f"precision is {precision!r}; supported: {', '.join(map(repr, PRECISIONS))}, or None for x's dtype"
         raise ArgumentError(msg)
     given = {"b13": layer.b13, "b2": layer.b2, "w13_scale": scales.w13, "w2_scale": scales.w2, "x_scale": scales.x}
     unsupported = {name: value is not None for name, value in (*given.items(), ("out", out))}
     unsupported |= {"layout": layer.layout != "concat", "transposed": layer.transposed}
     for name, is_given in {**unsupported, "weights_on_input": weights_on_input}.items():
         if is_given:
-            msg = (
-                f"{name} is given with precision='fp8', which does not support it; leave it out, or leave precision out"
-            )
+            msg = f"{name} is given with precision='fp8', which does not support it; remove it, or remove precision="
             raise ArgumentError(msg)
     if transforms_are_active() and not is_compiling():
-        msg = "precision='fp8' has no rule for torch.func's transforms; use torch.autograd, or leave precision out"
+        msg = "precision='fp8' does not support torch.func's transforms; use torch.autograd, or remove precision="
         raise ArgumentError(msg)
-    autograd.refuse_tangents("fused_moe", *layer)
+    autograd.check_no_tangents("fused_moe", *layer)
     casted = autocasted(*(getattr(layer, name) for name in _CAST))
     layer = layer._replace(**dict(zip(_CAST, casted, strict=True)))
     if not is_compiling():
@@ -136,15 +134,15 @@ def _given(layer: Layer, quantized: Any) -> tuple[QuantizedWeights, QuantizedWei
     pair = tuple(quantized) if isinstance(quantized, (tuple, list)) else ()
     if len(pair) != 2 or not all(isinstance(one, QuantizedWeights) for one in pair):
         msg = (
-            f"quantized is {type(quantized).__name__}; a pair (quantize_weights(w13), quantize_weights(w2)) of flashmoe.quantize_weights is "
-            "needed; or leave it out"
+            f"quantized is {type(quantized).__name__}; a pair (quantize_weights(w13), quantize_weights(w2)) of "
+            f"flashmoe.quantize_weights is needed, or None"
         )
         raise ArgumentTypeError(msg)
     for name, weights, one in zip(("w13", "w2"), (layer.w13, layer.w2), pair, strict=True):
         if one.values.shape != weights.shape or one.values.device != weights.device:
             msg = (
                 f"quantized holds {list(one.values.shape)} on {one.values.device} for {name}, which is {list(weights.shape)} on "
-                f"{weights.device}; give flashmoe.quantize_weights({name})"
+                f"{weights.device}; pass flashmoe.quantize_weights({name})"
             )
             raise ShapeError(msg)
     return pair
@@ -299,10 +297,10 @@ def _slopes(z: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     gate, up = z.chunk(2, dim=1)
     one, aten = torch.ones_like(gate), torch.ops.aten
     if activation == "clamped_swiglu":
-        low, factor = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
-        share = torch.sigmoid(1.702 * low)
-        slope = torch.where(gate <= 7.0, share + 1.702 * low * share * (1 - share), 0.0)
-        return slope * factor, torch.where(up.abs() <= 7.0, low * share, 0.0)
+        low, factor = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT) + 1
+        share = torch.sigmoid(CLAMPED_ALPHA * low)
+        slope = torch.where(gate <= CLAMPED_LIMIT, share + CLAMPED_ALPHA * low * share * (1 - share), 0.0)
+        return slope * factor, torch.where(up.abs() <= CLAMPED_LIMIT, low * share, 0.0)
     if activation == "swiglu":
         slope = aten.silu_backward(one, gate)
     elif activation == "reglu":

@@ -169,7 +169,7 @@ def serve(folder: Path, backend: str, dtype: str, graphs: bool = False, **more: 
 
 
 COUNTED = (
-    ("attention", "attention", "attention_into"),
+    ("attention", "attention", "attention_out"),
     ("attention", "mla", "mla_decode"),
     ("experts", "experts", "fused_moe"),
 )

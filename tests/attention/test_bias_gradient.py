@@ -368,7 +368,7 @@ def test_what_has_none(device: str) -> None:
     used = torch.tensor([5], dtype=torch.int32, device=device)
     numbers = (5, 5, 0.125, -1, -1, 0.0, 0)
     out, _ = torch.ops.flashmoe.attention_varlen_forward(q, q, q, None, None, used, None, None, bias, *numbers)
-    with pytest.raises(DifferentiationError, match="with seqused_k, has no gradient for a mask"):
+    with pytest.raises(DifferentiationError, match="with seqused_k, has no gradient for attn_mask"):
         out.float().sum().backward()
 
 

@@ -305,7 +305,7 @@ def test_ragged_queries_and_keys(dtype: torch.dtype, device: str) -> None:
     got = flashmoe.attention_varlen(q, k, v, *lengths, causal=True, k_scale=scale, v_scale=scale)
     wide = [(codes.float() * of_keys).to(dtype) for codes in (k, v)]
     assert torch.equal(got, flashmoe.attention_varlen(q, *wide, *lengths, causal=True))
-    with pytest.raises(ArgumentError, match="alibi_slopes with keys of torch"):
+    with pytest.raises(ArgumentError, match="alibi_slopes with torch"):
         flashmoe.attention_varlen(q, k, v, *lengths, alibi_slopes=torch.ones(4, device=device))
 
 

@@ -49,7 +49,7 @@ def of(*shape: int, device: torch.device = CPU, dtype: torch.dtype = F32, grad: 
         ((8, 2, None, 0), "head_dim must be at least 1; found 0"), ((0, 2, None, 4), "dim must be at least 1; found 0"),
         ((8, 0, None, 4), "heads must be at least 1; found 0"), ((8, 2, 0, 4), "kv_heads must be at least 1; found 0"),
         ((8, 4, 3, 4), "heads must be a multiple of kv_heads; found 4 and 3; use a divisor of 4"),
-        ((7, 2, None, None), "dim must be a multiple of heads; found 7 and 2; change one, or give head_dim"),
+        ((7, 2, None, None), "dim must be a multiple of heads; found 7 and 2; change one, or pass head_dim"),
     ],
 )  # fmt: skip
 def test_sizes_of_a_module(sizes: Any, told: Any) -> None:
@@ -151,20 +151,20 @@ def test_scales_of_blocks_of_rows(rows: int, blocks: int, block: int) -> None:
 
 def test_what_belongs_to_codes_alone() -> None:
     wide, codes = torch.zeros(2), torch.zeros(2).to(torch.float8_e4m3fn)
-    assert [fp8.concerns(one, None, None, None, None) for one in (wide, codes, None)] == [False, True, False]
+    assert [fp8.is_fp8_call(one, None, None, None, None) for one in (wide, codes, None)] == [False, True, False]
     for at in range(4):
         given: list[Any] = [None] * 4
         given[at] = BF16 if at == 3 else 1.0
-        assert fp8.concerns(wide, *given)
+        assert fp8.is_fp8_call(wide, *given)
         name = ("q_scale", "k_scale", "v_scale", "out_dtype")[at]
-        told = f"{name} belongs to q, k and v of torch.float8_e4m3fn; found torch.float32; leave it out, or quantise all three"
+        told = f"{name} is only used with q, k and v of torch.float8_e4m3fn; found torch.float32; remove {name}=, or quantise all three"
         with pytest.raises(ArgumentError, match=re.escape(told)):
-            fp8._refuse_wide(wide, tuple(given[:3]))  # type: ignore[arg-type]
+            fp8._raise_not_fp8(wide, tuple(given[:3]))  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="found list"):
-        fp8._refuse_wide([], (None, None, None))
+        fp8._raise_not_fp8([], (None, None, None))
     for scales, name in (((1.0, None), "k_scale"), ((None, 1.0), "v_scale"), ((1.0, 1.0), "k_scale")):
         for k, found in ((wide, "torch.float32"), (3, "int")):
-            with pytest.raises(ArgumentError, match=f"^{name} belongs to keys and values of .*; found {found};"):
+            with pytest.raises(ArgumentError, match=f"^{name} is only used with k and v of .*; found {found};"):
                 e4m3.check_unscaled(*scales, k)
     e4m3.check_unscaled(None, None, wide)
 
@@ -178,7 +178,7 @@ def test_codes_under_a_transform() -> None:
             given: Any = {"cache_seqlens": lengths, "return_lse": with_lse}
             return flashmoe.attention_with_kvcache(rows, keys, keys, **given)
 
-        with pytest.raises(ArgumentError, match=r"no transform of torch\.func"):
+        with pytest.raises(ArgumentError, match=r"torch\.func's transforms"):
             torch.func.vmap(call)(q, codes)
 
 
@@ -187,7 +187,7 @@ def test_windows(wrong: Any) -> None:
     if wrong is None or wrong == "ab":
         assert varlen._sides((1, -1)) == (1, -1)
         return
-    with pytest.raises(ArgumentTypeError, match=re.escape(f"found {wrong!r}; write (n, 0) for the n keys before")):
+    with pytest.raises(ArgumentTypeError, match=re.escape(f"found {wrong!r}; use (n, 0) for the n keys before")):
         varlen._sides(wrong)
 
 
@@ -197,7 +197,7 @@ def test_keys_without_their_mean() -> None:
         (
             ROWS.double(),
             DtypeError,
-            "k must be float16, bfloat16 or float32; found torch.float64; smooth keys before they are quantised",
+            "k must be float16, bfloat16 or float32; found torch.float64; smooth keys before quantising them",
         ),
         (
             ROWS[0],
@@ -225,7 +225,7 @@ def test_parts_of_other_kinds(name: str) -> None:
     }
     first = f"{name[:-1]}a"
     other = torch.int32 if name == first else torch.float32
-    both = "both parts must have one floating dtype; found {found}; convert them with .to()"
+    both = "both results must have one floating dtype; found {found}; convert them with .to()"
     for wrong, error, told in (
         (3, ArgumentTypeError, f"{name} must be a torch.Tensor, as the attention functions return it; found int"),
         (parts[name].to("meta"), DeviceError, f"{name} must be on out_a's device; found meta and cpu; move it with .to(out_a.device)"),
@@ -262,14 +262,14 @@ def test_keywords_that_a_function_lacks() -> None:
         (["is_causal"], "write causal=, whose mask is aligned bottom-right; is_causal"),
     ):  # fmt: skip
         with pytest.raises(ArgumentTypeError) as caught:
-            keywords.refuse("attention", given, iter(words))
+            keywords.raise_unknown("attention", given, iter(words))
         assert str(caught.value).startswith(f"attention() has no argument {given[0]!r}: {told}")
     with pytest.raises(ArgumentTypeError, match=r"mine\(\) has no argument 'dropout': write dropout_p="):
-        keywords.refuse("mine", ["dropout"], words, like="attention")
+        keywords.raise_unknown("mine", ["dropout"], words, like="attention")
     with pytest.raises(ArgumentTypeError, match=r"mine\(\) has no argument 'dropout': it has causal, scale$"):
-        keywords.refuse("mine", ["dropout"], words)
+        keywords.raise_unknown("mine", ["dropout"], words)
     with pytest.raises(ArgumentTypeError) as caught:
-        keywords.refuse_positional("f", (True, 2, 0.5, "s", None, ROWS, []), words, 3)
+        keywords.raise_extra_positional("f", (True, 2, 0.5, "s", None, ROWS, []), words, 3)
     found = "True, 2, 0.5, 's', None, a Tensor, a list"
     assert (
         str(caught.value)
@@ -282,7 +282,7 @@ def test_what_a_fallback_does(monkeypatch: pytest.MonkeyPatch, policy: str) -> N
     monkeypatch.setenv("FLASHMOE_FALLBACK", policy)
     raised: Any = nullcontext()
     if policy == "warn":
-        raised = pytest.warns(UserWarning, match="^flashmoe hands a layer to torch: because$")
+        raised = pytest.warns(UserWarning, match="^flashmoe falls back to torch for a layer: because$")
     elif policy == "error":
         raised = pytest.raises(
             ArgumentError, match=r"^a layer would run on torch: because; FLASHMOE_FALLBACK=error forbids"
@@ -394,7 +394,7 @@ def test_pages_and_ragged_masks_have_no_gradient() -> None:
     none = dict.fromkeys(autograd.VarlenBackward._fields)
     for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"):
         given: Any = autograd.VarlenBackward(**{**none, "mask": ROWS, name: ENDS})  # type: ignore[arg-type]
-        with pytest.raises(DifferentiationError, match="has no gradient for a mask"):
+        with pytest.raises(DifferentiationError, match="has no gradient for attn_mask"):
             autograd._check_mask_gradient(given)
     slopes: Any = autograd.VarlenBackward(**{**none, "mask": torch.zeros(2, 2)})  # type: ignore[arg-type]
     with pytest.raises(FlashmoeError, match="no gradient for alibi_slopes"):
@@ -430,7 +430,7 @@ def test_when_codes_are_multiplied_as_they_are(
         assert isinstance(found, str) or found.dtype is BF16
     for function, rest in ((fp8.attend, {"consistent": False}), (fp8.attend_varlen, {})):
         lengths = () if function is fp8.attend else ((ends, ends, None, 3, 3),)
-        with pytest.raises(ArgumentError, match=r"q_scale belongs to .*found list"):
+        with pytest.raises(ArgumentError, match=r"q_scale is only used with .*found list"):
             function(wide, ([], codes, codes), (1.0, None, None), None, *lengths, **given, **rest, options=options)  # type: ignore[operator]
 
 

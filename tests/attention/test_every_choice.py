@@ -20,11 +20,11 @@ from flashmoe.attn import (
     dropout,
     fake,
     flops,
-    into,
     kvcache,
     layout,
     merge,
     options,
+    out_variant,
     sdpa_dispatch,
     varlen_backward,
 )
@@ -41,7 +41,7 @@ def test_how_large_a_mask_of_dropout_may_be(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(ArgumentError, match=rf"keys is {math.prod(sizes)}; supported"):
             flashmoe.dropout_mask(state, 0.5, *sizes)
     for wrong, found in ((None, "None"), (state.int(), r"torch.int32 \[2\]"), (state[:1], r"torch.int64 \[1\]")):
-        with pytest.raises(ArgumentError, match=f"found {found}; give"):
+        with pytest.raises(ArgumentError, match=f"found {found}; pass"):
             flashmoe.dropout_mask(wrong, 0.5, 1, 2, 3, 4)  # type: ignore[arg-type]
 
 
@@ -61,8 +61,8 @@ def test_calls_that_were_accepted_are_forgotten_when_they_are_many(monkeypatch: 
 
 def test_a_tracer_is_not_warned_about_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its sizes are tensors: checking them would warn about a trace that only holds for these sizes."""
-    monkeypatch.setattr(layout, "calls_left", 16)
-    torch.jit.trace(lambda q: layout.look_at(q, q) or q + 1, torch.zeros(1, 64, 8, 16), check_trace=False)
+    monkeypatch.setattr(layout, "checks_left", 16)
+    torch.jit.trace(lambda q: layout.warn_if_transposed(q, q) or q + 1, torch.zeros(1, 64, 8, 16), check_trace=False)
 
 
 @pytest.mark.parametrize("sizes", [(), (3,), (3, 0), (3, 1, 0)])
@@ -120,10 +120,10 @@ def test_products_of_rows_that_the_kernels_left(ragged: bool, has_products: bool
 
 def test_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(1, 64, 2, 8)
-    monkeypatch.setattr(layout, "calls_left", 0)
+    monkeypatch.setattr(layout, "checks_left", 0)
     flashmoe.attention(q, q, q)
-    assert layout.calls_left == 0
-    monkeypatch.setattr(layout, "calls_left", 1)
+    assert layout.checks_left == 0
+    monkeypatch.setattr(layout, "checks_left", 1)
     with pytest.warns(UserWarning, match="64 heads of 2 rows"):
         flashmoe.attention(q, q, q)
 
@@ -194,9 +194,9 @@ def test_an_engine_s_call_is_the_operator_s(has_codes: bool, is_wrong: bool) -> 
     out = torch.empty(3, 1 if is_wrong else 2, 16, dtype=q.dtype)
     if is_wrong:
         with pytest.raises(ShapeError, match=r"^out must"):
-            into.attention_into(out, given, scale, scale)
+            out_variant.attention_out(out, given, scale, scale)
         return
-    into.attention_into(out, given, scale, scale)
+    out_variant.attention_out(out, given, scale, scale)
     scales = {"k_scale": 0.5, "v_scale": 0.5} if has_codes else {}
     assert torch.equal(out, flashmoe.attention_varlen(q, k, k, ends, ends, 3, 3, scale=0.25, **scales))
 
@@ -309,7 +309,7 @@ def test_what_does_not_go_together() -> None:
         flashmoe.attention(q, q, q, attn_mask=q[..., :3], alibi_slopes=torch.zeros(2))
     rows = q[0].mT.reshape(3, 2, 16)
     codes = rows.to(torch.float8_e4m3fn)
-    with pytest.raises(ArgumentError, match=r"dropout_p with keys of torch\.float8_e4m3fn"):
+    with pytest.raises(ArgumentError, match=r"dropout_p is not supported with torch\.float8_e4m3fn keys"):
         flashmoe.attention_varlen(rows, codes, codes, ends, ends, 3, 3, dropout_p=0.5)
 
 
@@ -344,8 +344,8 @@ def test_out_and_a_probability_that_is_no_float() -> None:
 
 
 def test_a_route_for_jagged_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not used if there is another obstacle."""
-    route = sdpa_dispatch.Route(sdpa_dispatch.Path.FLASHMOE, "jagged")
+    """It is not used if there is another unsupported_reason."""
+    route = sdpa_dispatch.Route(sdpa_dispatch.Backend.FLASHMOE, "jagged")
     rows = torch.nested.nested_tensor([torch.zeros(2, 3, 8)], layout=torch.jagged)
     assert flashmoe.explain(rows, rows, rows).reason == sdpa_dispatch.NESTED
     monkeypatch.setattr(sdpa_dispatch, "jagged_route", lambda *_: route)

@@ -20,8 +20,8 @@ from flashmoe.attn import (
     e4m3,
     fake,
     fp8,
-    into,
     kvcache,
+    out_variant,
     sdpa,
     sdpa_dispatch,
     varlen,
@@ -54,9 +54,9 @@ from .test_every_answer import BF16, CALLS, CPU, ENDS, F16, F32, GPU, ROWS, of
         ((4, 3, 8), (2, 4, 8), (2, 4, 8), True, None),
         ((4, 3, 8), (2, 4, 8), (2, 4, 8), False, "batch shapes (4,), (2,) and (2,) do not broadcast"),
         ((4, 3, 8), (1, 4, 8), (4, 4, 8), False, None),
-        ((4, 3, 8), (2, 4, 8), (1, 4, 8), True, "query heads 4, key heads 2 and value heads 1 form no groups"),
-        ((4, 3, 8), (3, 4, 8), (3, 4, 8), True, "query heads 4, key heads 3 and value heads 3 form no groups"),
-        ((4, 3, 8), (0, 4, 8), (0, 4, 8), True, "query heads 4, key heads 0 and value heads 0 form no groups"),
+        ((4, 3, 8), (2, 4, 8), (1, 4, 8), True, "query heads 4, key heads 2 and value heads 1 are not divisible into groups"),
+        ((4, 3, 8), (3, 4, 8), (3, 4, 8), True, "query heads 4, key heads 3 and value heads 3 are not divisible into groups"),
+        ((4, 3, 8), (0, 4, 8), (0, 4, 8), True, "query heads 4, key heads 0 and value heads 0 are not divisible into groups"),
         ((2, 4, 3, 8), (3, 2, 4, 8), (3, 2, 4, 8), True, "batch shapes (2,), (3,) and (3,) do not broadcast"),
         ((2, 4, 3, 8), (1, 2, 4, 8), (2, 2, 4, 8), True, None),
     ],
@@ -64,7 +64,7 @@ from .test_every_answer import BF16, CALLS, CPU, ENDS, F16, F32, GPU, ROWS, of
 def test_which_shapes_stay(
     q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], gqa: bool, told: str | None
 ) -> None:
-    assert sdpa_dispatch._shape_obstacle(of(*q), of(*k), of(*v), None, 0.0, False, None, gqa) == told
+    assert sdpa_dispatch._unsupported_shape(of(*q), of(*k), of(*v), None, 0.0, False, None, gqa) == told
 
 
 @pytest.mark.parametrize("wide_is_q", [True, False])
@@ -74,8 +74,8 @@ def test_which_shapes_stay(
         (256, GPU, (7, 5), 0.5, "qkvm", None), (512, CPU, (7, 5), 0.5, "qkvm", None),
         (257, GPU, (7, 5), 0.0, "", "head dim 257 needs compute capability 8.0; this GPU is older"),
         (257, GPU, (8, 0), 0.0, "", None), (257, torch.device("meta"), (7, 5), 0.0, "", None),
-        (257, GPU, (9, 0), 0.1, "q", "dropout has head dims up to 256 on a GPU, not 257"),
-        *((257, GPU, (9, 0), 0.0, one, "gradients have head dims up to 256 on a GPU, not 257") for one in "qkvm"),
+        (257, GPU, (9, 0), 0.1, "q", "dropout supports head dims up to 256 on a GPU, not 257"),
+        *((257, GPU, (9, 0), 0.0, one, "gradients support head dims up to 256 on a GPU, not 257") for one in "qkvm"),
     ],
 )  # fmt: skip
 def test_wide_heads_on_a_gpu(
@@ -93,10 +93,10 @@ def test_wide_heads_on_a_gpu(
     sizes = (size, size, 64) if wide_is_q else (64, 64, size)
     q, k, v = (of(3, one, device=place, grad=name in grads) for one, name in zip(sizes, "qkv", strict=True))
     mask = of(3, 3, grad="m" in grads) if "m" in grads else None
-    assert sdpa_dispatch._wide_obstacle(q, k, v, mask, dropout) == told
+    assert sdpa_dispatch._unsupported_wide(q, k, v, mask, dropout) == told
     with torch.no_grad():
         gone = told is not None and told.startswith("gradients")
-        assert sdpa_dispatch._wide_obstacle(q, k, v, mask, dropout) == (None if gone else told)
+        assert sdpa_dispatch._unsupported_wide(q, k, v, mask, dropout) == (None if gone else told)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_which_dtypes_stay(
 ) -> None:
     monkeypatch.setattr(sdpa_dispatch, "_capability", lambda _: (8, 0))
     tensors = [of(3, 8, device=place, dtype=dtype) for dtype in dtypes]
-    assert sdpa_dispatch._dtype_obstacle(*tensors) == told
+    assert sdpa_dispatch._unsupported_dtype(*tensors) == told
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_which_dtypes_stay(
     ],
 )  # fmt: skip
 def test_which_devices_stay(devices: tuple[torch.device, ...], told: str | None) -> None:
-    assert sdpa_dispatch._device_obstacle(*[of(3, 8, device=device) for device in devices]) == told
+    assert sdpa_dispatch._unsupported_device(*[of(3, 8, device=device) for device in devices]) == told
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_which_devices_stay(devices: tuple[torch.device, ...], told: str | None)
         ({"scale": float("nan")}, "scale is not a finite number"), ({"scale": "1"}, "scale is not a finite number"),
         ({"query": 3}, "an input is a int, not a tensor"), ({"value": None}, "an input is a NoneType, not a tensor"),
         ({"key": ROWS.to_sparse()}, sdpa_dispatch.NESTED),
-        ({"attn_mask": torch.zeros(4, 4), "is_causal": True}, "attn_mask and is_causal are both given, which torch refuses"),
+        ({"attn_mask": torch.zeros(4, 4), "is_causal": True}, "attn_mask and is_causal are both given, which torch rejects"),
         ({"attn_mask": 1.0}, "attn_mask is not a dense tensor"), ({"attn_mask": torch.zeros(4, 4).to_sparse()}, "attn_mask is not a dense tensor"),
         ({"attn_mask": torch.zeros(4, 4, dtype=F16)},
-         "attn_mask is torch.float16 on cpu; flashmoe takes bool or query's dtype, on its device"),
+         "attn_mask is torch.float16 on cpu; flashmoe supports bool or query's dtype, on query's device"),
         ({"attn_mask": torch.zeros(4, 4, device="meta")},
-         "attn_mask is torch.float32 on meta; flashmoe takes bool or query's dtype, on its device"),
+         "attn_mask is torch.float32 on meta; flashmoe supports bool or query's dtype, on query's device"),
         ({"attn_mask": torch.zeros(4, 5)}, "attn_mask does not broadcast to the scores"),
         ({"attn_mask": torch.zeros(1, 2, 3, 4, 4)}, "attn_mask does not broadcast to the scores"),
         *(({"attn_mask": torch.zeros(shape)}, None) for shape in ((), (4,), (1, 1), (3, 4, 1), (2, 3, 4, 4), (2, 1, 1, 4))),
@@ -156,18 +156,18 @@ def test_which_devices_stay(devices: tuple[torch.device, ...], told: str | None)
 def test_why_a_call_goes_to_torch(given: dict[str, Any], told: str | None) -> None:
     call = {**dict.fromkeys(("query", "key", "value"), ROWS), "attn_mask": None, "dropout_p": 0.0, "is_causal": False}
     call |= {"scale": None, "enable_gqa": False, **given}
-    assert sdpa_dispatch.find_obstacle(*call.values()) == told
+    assert sdpa_dispatch.find_unsupported(*call.values()) == told
     if told is None:
         route = sdpa_dispatch.explain(**call)
-        assert (str(route.path), route.reason) == ("flashmoe", "everything asked for is supported")
+        assert (str(route.path), route.reason) == ("flashmoe", "all arguments are supported")
 
 
 def test_lengths_that_would_be_read_past() -> None:
-    with pytest.raises(ShapeError, match="key and value must have one length; found 4 and 5; cut or pad one of them"):
-        sdpa_dispatch.refuse_unequal_lengths(ROWS, torch.zeros(2, 3, 5, 8))
+    with pytest.raises(ShapeError, match="key and value must have one length; found 4 and 5; slice or pad one of them"):
+        sdpa_dispatch.check_equal_lengths(ROWS, torch.zeros(2, 3, 5, 8))
     for other in (ROWS[..., :1], None, torch.zeros(5), torch.zeros(2, 3, 5, 8).to_sparse()):
-        sdpa_dispatch.refuse_unequal_lengths(ROWS, other)
-        sdpa_dispatch.refuse_unequal_lengths(other, ROWS)
+        sdpa_dispatch.check_equal_lengths(ROWS, other)
+        sdpa_dispatch.check_equal_lengths(other, ROWS)
     none = torch.zeros(2, 0, 4, 8)
     assert sdpa_dispatch.has_no_heads(ROWS, ROWS, none)
     for tensors in (
@@ -281,7 +281,7 @@ FAILING: dict[str, tuple[Any, str, Callable[..., Any], dict[str, Any]]] = {
     "ragged": (varlen, "_call", flashmoe.attention_varlen, CALLS["ragged"][1]),
     "codes": (e4m3, "_inference_operator", flashmoe.attention_with_kvcache, {**CACHES, "v_cache": CACHES["k_cache"]}),
     "dropped": (dropout, "_operator", flashmoe.attention, {**CALLS["dense"][1], "dropout_p": 0.5}),
-    "into": (into, "_operator", flashmoe.attention_varlen, {**CALLS["ragged"][1], "out": torch.zeros(5, 2, 8)}),
+    "into": (out_variant, "_operator", flashmoe.attention_varlen, {**CALLS["ragged"][1], "out": torch.zeros(5, 2, 8)}),
     "products of codes": (fp8, "_operator", flashmoe.attention, dict.fromkeys("qkv", torch.empty(1, 1, 2, 16, device="meta").to(torch.float8_e4m3fn))),
     "append": (kvcache, "_append", kvcache.append_checked, {}),
     "append of codes": (e4m3, "_append_operator", e4m3.append, {}),

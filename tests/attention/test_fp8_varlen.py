@@ -254,9 +254,9 @@ def test_what_is_refused(device: str) -> None:
     cases: tuple[tuple[type[Exception], str, tuple[Tensor, ...], dict[str, Any]], ...] = (
         (DtypeError, "quantise all three", (q, k.to(torch.bfloat16), v), {}),
         (DtypeError, "out_dtype must be", (q, k, v), {"out_dtype": torch.float32}),
-        (ArgumentError, "belongs to q, k and v", (wide, k, v), {"q_scale": 0.5}),
-        (ArgumentError, "belongs to q, k and v", (wide, k, v), {"out_dtype": torch.float16}),
-        (ArgumentError, "leave out away", (q, k, v), {"out": out}),
+        (ArgumentError, "is only used with q, k and v", (wide, k, v), {"q_scale": 0.5}),
+        (ArgumentError, "is only used with q, k and v", (wide, k, v), {"out_dtype": torch.float16}),
+        (ArgumentError, "remove out=", (q, k, v), {"out": out}),
         (ShapeError, "q_scale must be a number", (q, k, v), {"q_scale": torch.ones(3, device=device)}),
         (ShapeError, "v_scale must be a number", (q, k, v), {"v_scale": torch.ones(2, 1, 1, device=device)}),
         (ShapeError, "k_scale must be a number", (q, k, v), {"k_scale": torch.ones(3, device=device), "softcap": 3.0}),

@@ -89,16 +89,16 @@ def _like(shape: tuple[int, ...] = (30, HEADS, D), **options: Any) -> Callable[[
 REFUSED: dict[str, tuple[Callable[[Given], Any], type[FlashmoeError], str]] = {
     "a list": (lambda given: [1.0], ArgumentTypeError, "out must be a torch.Tensor .* found list"),
     "float32": (_like(dtype=torch.float32), DtypeError, "out must be torch.bfloat16; found torch.float32"),
-    "fewer rows": (_like((29, HEADS, D)), ShapeError, r"here is \[30, 8, 64\]; found \[29, 8, 64\]"),
+    "fewer rows": (_like((29, HEADS, D)), ShapeError, r"here \[30, 8, 64\]; found \[29, 8, 64\]"),
     "flat": (_like((30, HEADS * D)), ShapeError, "out must be 3-dimensional"),
     "heads first": (_like((HEADS, 30, D)), ShapeError, r"found \[8, 30, 64\]"),
-    "with gaps": (lambda g: _like((30, HEADS, 2 * D))(g)[..., :D], ShapeError, "memory without gaps"),
-    "expanded": (lambda g: _like((1, HEADS, D))(g).expand(30, -1, -1), ShapeError, "memory without gaps"),
+    "with gaps": (lambda g: _like((30, HEADS, 2 * D))(g)[..., :D], ShapeError, "out must be dense in memory"),
+    "expanded": (lambda g: _like((1, HEADS, D))(g).expand(30, -1, -1), ShapeError, "out must be dense in memory"),
     "columns apart": (lambda g: _like((30, HEADS, 2 * D))(g)[..., ::2], ShapeError, "last dimension of out"),
     "q": (lambda given: given[0][0], ArgumentError, "out shares memory with q"),
     "a page": (lambda given: given[0][1].view(-1)[: 30 * HEADS * D].view(30, HEADS, D), ArgumentError, "with k,"),
     "meta": (_like(device="meta"), DeviceError, "out must be on q's device; found meta"),
-    "a leaf": (_like(requires_grad=True), ArgumentError, "a gradient is to be recorded"),
+    "a leaf": (_like(requires_grad=True), ArgumentError, "a gradient is requested"),
     "sparse": (lambda given: given[0][0].to_sparse(), ArgumentError, "out must be a dense"),
 }
 
@@ -120,7 +120,7 @@ def test_what_is_no_result_is_refused_in_words(device: str, name: str, codes: bo
 def test_an_address_that_the_kernels_cannot_store_to_is_refused() -> None:
     given, options = paged("cuda")
     out = torch.empty(30 * HEADS * D + 1, dtype=torch.bfloat16, device="cuda")[1:].view(30, HEADS, D)
-    with pytest.raises(ArgumentError, match="out must begin at a multiple of 16 bytes"):
+    with pytest.raises(ArgumentError, match="out must start at a multiple of 16 bytes"):
         flashmoe.attention_varlen(*given, **options, out=out)
 
 
@@ -131,11 +131,11 @@ def test_what_out_does_not_go_with() -> None:
         flashmoe.attention_varlen(*given, **options, out=out, return_lse=True)
     with pytest.raises(ArgumentError, match="out= and dropout_p are both given"):
         flashmoe.attention_varlen(*given, **options, out=out, dropout_p=0.5)
-    with pytest.raises(ArgumentError, match="a gradient is to be recorded"):
+    with pytest.raises(ArgumentError, match="a gradient is requested"):
         flashmoe.attention_varlen(given[0].requires_grad_(), *given[1:], **options, out=out)
     with torch.no_grad():
         flashmoe.attention_varlen(*given, **options, out=out)
-    with pytest.raises(ArgumentError, match=r"no transform of torch\.func"):
+    with pytest.raises(ArgumentError, match=r"torch\.func's transforms"):
         torch.func.functionalize(lambda q: flashmoe.attention_varlen(q, *given[1:], **options, out=out))(
             given[0].detach()
         )

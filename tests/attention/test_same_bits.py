@@ -131,7 +131,7 @@ def test_what_consistent_takes(device: str) -> None:
         with pytest.raises(ArgumentTypeError, match="consistent"):
             flashmoe.attention(q, q, q, consistent=wrong)  # type: ignore[arg-type]
     lengths = _ints(device, 5)
-    with pytest.raises(ArgumentError, match=r"0 to 32 \(leave it out where consistent is True\); found 4$"):
+    with pytest.raises(ArgumentError, match=r"0 to 32 \(remove it if consistent is True\); found 4$"):
         flashmoe.attention_with_kvcache(q, q, q, cache_seqlens=lengths, num_splits=4, consistent=True)
     with pytest.raises(
         ArgumentError, match=r"num_splits must be from 0 to 32 \(0 lets the kernels choose\); found -1$"

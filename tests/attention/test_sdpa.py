@@ -14,7 +14,7 @@ import flashmoe
 from flashmoe import _extension
 from flashmoe.attn import sdpa, sdpa_dispatch
 from flashmoe.attn.dropout import draw_state
-from flashmoe.attn.sdpa_dispatch import Path
+from flashmoe.attn.sdpa_dispatch import Backend
 from flashmoe.errors import ArgumentError, DtypeError
 from tests.forked_python import run_python
 
@@ -97,7 +97,7 @@ def test_same_as_torch_and_run_here(
     monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
     for dtype in DTYPES[device]:
         q, k, v = _tensors(query, key, device, dtype)
-        assert flashmoe.explain(q, k, v, is_causal=causal, **options).path is Path.FLASHMOE
+        assert flashmoe.explain(q, k, v, is_causal=causal, **options).path is Backend.FLASHMOE
         out = flashmoe.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)
         if out.numel() > 0 and k.shape[-2] > 0:
             assert_ran_here(device)
@@ -132,7 +132,7 @@ def test_fallback_gives_torchs_result(name: str, device: str, monkeypatch: pytes
         q, k, v = (torch.randn(shape, device=device).to(dtype) for shape in (query, key, value or key))
         keywords = options(device, dtype) if callable(options) else options
         route = flashmoe.explain(q, k, v, **keywords)
-        assert route.path is Path.TORCH
+        assert route.path is Backend.TORCH
         assert word in route.reason
         out = flashmoe.scaled_dot_product_attention(q, k, v, **keywords)
         expected = torch_attention(q, k, v, **keywords)
@@ -238,7 +238,7 @@ def test_dropout_runs_here(device: str) -> None:
     """With the device's generator: the same seed gives the mask of a direct call with the state drawn from it; also with a top-left causal mask."""
     q, k, v = _tensors((2, 4, 33, 64), (2, 4, 33, 64), device, torch.float16)
     mask = torch.randn(33, 33, device=device).half()
-    assert flashmoe.explain(q, k, v, mask, 0.5).path is Path.FLASHMOE
+    assert flashmoe.explain(q, k, v, mask, 0.5).path is Backend.FLASHMOE
     torch.manual_seed(1)
     state = draw_state(q.device)
     for options in ({}, {"causal": True}, {"attn_mask": mask}):
@@ -301,7 +301,7 @@ def test_subclasses_and_parameters_are_taken(device: str) -> None:
 
 BROKEN: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "heads without enable_gqa": ((2, 8, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), {}),
-    "heads that form no groups": ((2, 8, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8), {"enable_gqa": True}),
+    "heads that are not divisible into groups": ((2, 8, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8), {"enable_gqa": True}),
     "batch sizes": ((2, 4, 5, 8), (3, 4, 7, 8), (3, 4, 7, 8), {}),
     "head dims": ((2, 4, 5, 8), (2, 4, 7, 16), (2, 4, 7, 16), {}),
     "one dimension": ((8,), (8,), (8,), {}),
@@ -317,9 +317,9 @@ def test_wrong_arguments_raise_torchs_own_errors(name: str) -> None:
         torch_attention(q, k, v, **options)
     with pytest.raises(type(theirs.value)) as ours:
         flashmoe.scaled_dot_product_attention(q, k, v, **options)
-    hint = " (query has 8 heads and key 2: give enable_gqa=True)" if name == "heads without enable_gqa" else ""
+    hint = " (query has 8 heads and key 2: pass enable_gqa=True)" if name == "heads without enable_gqa" else ""
     assert str(ours.value) == f"{theirs.value}{hint}"
-    assert flashmoe.explain(q, k, v, **options).path is Path.TORCH
+    assert flashmoe.explain(q, k, v, **options).path is Backend.TORCH
 
 
 def test_what_is_no_tensor_raises_torchs_error() -> None:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 import flashmoe
-from flashmoe.attn.sdpa_dispatch import Path
+from flashmoe.attn.sdpa_dispatch import Backend
 from flashmoe.errors import ShapeError
 
 from .reference import CLOSE
@@ -133,7 +133,7 @@ def _compare(call: Call, device: str) -> None:
     assert ours.shape == theirs.shape
     assert ours.dtype == theirs.dtype
     assert ours.device == theirs.device
-    if flashmoe.explain(*tensors, **keywords).path is Path.TORCH:
+    if flashmoe.explain(*tensors, **keywords).path is Backend.TORCH:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
         return
     _assert_near(ours, tensors, keywords)
@@ -152,7 +152,7 @@ def _words(error: Exception) -> str:
     After torch's message about sizes that do not match, flashmoe may add the option for grouped heads.
     """
     text = re.sub(
-        r"(The size of tensor a .*) \(query has \d+ heads and key \d+: give enable_gqa=True\)$", r"\1", str(error)
+        r"(The size of tensor a .*) \(query has \d+ heads and key \d+: pass enable_gqa=True\)$", r"\1", str(error)
     )
     for position in range(1, 9):
         text = text.replace(f" (position {position})", "")
@@ -176,7 +176,7 @@ def test_every_call_that_runs_here_is_as_torchs_on_a_gpu(call: Call) -> None:
     if call.has_unequal_lengths():
         assert isinstance(_outcome(flashmoe.explain, tensors, keywords), ShapeError)
         return
-    if flashmoe.explain(*tensors, **keywords).path is Path.TORCH:
+    if flashmoe.explain(*tensors, **keywords).path is Backend.TORCH:
         return
     ours = flashmoe.scaled_dot_product_attention(*tensors, **keywords)
     assert ours.dtype == tensors[0].dtype

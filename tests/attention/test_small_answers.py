@@ -192,7 +192,7 @@ def test_only_torch_s_own_words_about_sizes_are_explained(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("consistent", [False, True])
 def test_what_is_needed_of_num_splits(consistent: bool) -> None:
     q, ends = torch.zeros(2, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
-    words = "leave it out where consistent is True" if consistent else "0 lets the kernels choose"
+    words = "remove it if consistent is True" if consistent else "0 lets the kernels choose"
     with pytest.raises(ArgumentError, match=f"from 0 to 32 \\({words}\\); found -1"):
         flashmoe.attention_varlen(q, q, q, ends, ends, 2, 2, num_splits=-1, consistent=consistent)
 
@@ -243,14 +243,18 @@ def test_masks_of_heads_that_form_groups() -> None:
     for shape in ((2, 4, 3, 5), (4, 3, 5), (3, 5)):
         mask = torch.rand(shape) < 0.7
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True)
-        assert sdpa_dispatch.find_obstacle(q, k, k, mask, 0.0, False, None, True) is None
+        assert sdpa_dispatch.find_unsupported(q, k, k, mask, 0.0, False, None, True) is None
         torch.testing.assert_close(
             flashmoe.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True).nan_to_num(), expected.nan_to_num()
         )
     one = torch.randn(1, 4, 5, 8)  # equal heads: their batch broadcasts too
-    assert sdpa_dispatch.find_obstacle(q, one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
-    assert sdpa_dispatch.find_obstacle(q[:, :1], one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
-    assert "broadcast" in str(sdpa_dispatch.find_obstacle(q, k, k, torch.ones(2, 2, 3, 5) > 0, 0.0, False, None, True))
+    assert sdpa_dispatch.find_unsupported(q, one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
+    assert (
+        sdpa_dispatch.find_unsupported(q[:, :1], one, one, torch.ones(2, 4, 3, 5) > 0, 0.0, False, None, False) is None
+    )
+    assert "broadcast" in str(
+        sdpa_dispatch.find_unsupported(q, k, k, torch.ones(2, 2, 3, 5) > 0, 0.0, False, None, True)
+    )
 
 
 @pytest.mark.parametrize("has_dropout", [False, True])
@@ -262,14 +266,14 @@ def test_a_gradient_of_wide_heads_is_refused_on_a_gpu(has_dropout: bool) -> None
             self.shape = (1, 1, 1, head_dim)
 
     wide = torch.empty(1, 1, 1, 512)
-    varlen_backward._refuse_wide(SimpleNamespace(q=wide, v=wide), has_dropout=has_dropout)  # type: ignore[arg-type]
+    varlen_backward._check_head_dim(SimpleNamespace(q=wide, v=wide), has_dropout=has_dropout)  # type: ignore[arg-type]
     most = varlen_backward.MAX_GPU_OPTIONS_HEAD_DIM
-    varlen_backward._refuse_wide(SimpleNamespace(q=OnGpu(most), v=OnGpu(most)), has_dropout=has_dropout)  # type: ignore[arg-type]
+    varlen_backward._check_head_dim(SimpleNamespace(q=OnGpu(most), v=OnGpu(most)), has_dropout=has_dropout)  # type: ignore[arg-type]
     for sizes in ((most + 8, 64), (64, most + 8)):
         q, v = map(OnGpu, sizes)
-        what = "dropout" if has_dropout else "ragged or banded attention"
+        what = "dropout" if has_dropout else "packed or windowed attention"
         with pytest.raises(FlashmoeError, match=f"the gradient of {what}.*{most + 8}"):
-            varlen_backward._refuse_wide(SimpleNamespace(q=q, v=v), has_dropout=has_dropout)  # type: ignore[arg-type]
+            varlen_backward._check_head_dim(SimpleNamespace(q=q, v=v), has_dropout=has_dropout)  # type: ignore[arg-type]
 
 
 def test_codes_are_decoded_without_a_gradient_where_none_is_asked_for() -> None:
@@ -327,11 +331,11 @@ def test_what_autocast_casts(dtype: torch.dtype, is_cast: bool) -> None:
 def test_which_shapes_look_like_another_layout(
     monkeypatch: pytest.MonkeyPatch, q: tuple[int, ...], k: tuple[int, ...], is_told: bool
 ) -> None:
-    monkeypatch.setattr(layout, "calls_left", 16)
+    monkeypatch.setattr(layout, "checks_left", 16)
     with pytest.warns(UserWarning, match="call .transpose") if is_told else nullcontext():
-        layout.look_at(torch.empty(q), torch.empty(k))
-    assert layout.calls_left == (0 if is_told else 15)
-    layout.look_at(None, torch.empty(k))
+        layout.warn_if_transposed(torch.empty(q), torch.empty(k))
+    assert layout.checks_left == (0 if is_told else 15)
+    layout.warn_if_transposed(None, torch.empty(k))
 
 
 def test_no_upstream_gradient_gives_none() -> None:
@@ -345,9 +349,9 @@ def test_parts_that_do_not_belong_together(which: int, shape: tuple[int, ...]) -
     parts = [torch.zeros(shape), torch.zeros(rows)] * 2
     flashmoe.merge_attention(*parts)
     parts[which] = parts[which][..., :1]
-    with pytest.raises(ShapeError, match="both parts alike"):
+    with pytest.raises(ShapeError, match="both results with equal shapes"):
         flashmoe.merge_attention(*parts)
-    with pytest.raises(ShapeError, match="both parts alike"):
+    with pytest.raises(ShapeError, match="both results with equal shapes"):
         flashmoe.merge_attention(*[torch.zeros(3, 4), torch.zeros(3)] * 2)
 
 
@@ -355,7 +359,7 @@ def test_a_consistent_call_has_one_split() -> None:
     ends, q = torch.tensor([0, 3], dtype=torch.int32), torch.zeros(3, 1, 8)
     for splits in (0, 1):
         flashmoe.attention_varlen(q, q, q, ends, ends, 3, 3, consistent=True, num_splits=splits)
-    with pytest.raises(ArgumentError, match="leave it out where consistent is True"):
+    with pytest.raises(ArgumentError, match="remove it if consistent is True"):
         flashmoe.attention_varlen(q, q, q, ends, ends, 3, 3, consistent=True, num_splits=2)
 
 
@@ -378,7 +382,7 @@ def test_from_which_gpu_on_bfloat16_has_kernels(
 ) -> None:
     given: Any = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     monkeypatch.setattr(sdpa_dispatch, "_capability", lambda _: capability)
-    assert (sdpa_dispatch._dtype_obstacle(given, given, given) is None) is has_kernel
+    assert (sdpa_dispatch._unsupported_dtype(given, given, given) is None) is has_kernel
 
 
 def test_nothing_is_written_into_out_with_a_tangent() -> None:

@@ -263,7 +263,7 @@ def test_merging_nothing() -> None:
     zero, empty = flashmoe.merge_attention(out, nothing, out, nothing)
     assert not zero.any()
     assert torch.equal(empty, nothing)
-    with pytest.raises(flashmoe.errors.ShapeError, match="both parts alike"):
+    with pytest.raises(flashmoe.errors.ShapeError, match="both results with equal shapes"):
         flashmoe.merge_attention(out, lse.mT, out, lse)
     leaves = [t.double().requires_grad_() for t in (out, lse, out + 1, lse - 0.5)]
     assert torch.autograd.gradcheck(flashmoe.merge_attention, leaves)

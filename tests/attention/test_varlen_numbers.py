@@ -35,7 +35,7 @@ NUMBERS: dict[str, tuple[Callable[[str], dict[str, Any]], Callable[[str], dict[s
     "more keys in pages than the longest has": (
         paged,
         lambda _: {"max_seqlen_k": 6},
-        r"seqused_k\[0\] is 7; sequence 0 has room for 0 to 6 keys by max_seqlen_k$",
+        r"seqused_k\[0\] is 7; sequence 0 has room for 0 to 6 keys according to max_seqlen_k$",
     ),
     "negative keys": (banded, lambda device: {"seqused_k": ints(device, -1, 7)}, r"seqused_k\[0\] is -1"),
     "no such page": (
@@ -75,7 +75,7 @@ def test_functions_raise_typed_errors(device: str) -> None:
     varlen: Any = flashmoe.attention_varlen
     cached: Any = flashmoe.attention_with_kvcache
     cases: list[tuple[Callable[[], Any], Any, str]] = [
-        (lambda: varlen(q, k, v, cu_q, None, 9, 9), ArgumentError, "give block_table and seqused_k"),
+        (lambda: varlen(q, k, v, cu_q, None, 9, 9), ArgumentError, "pass block_table and seqused_k"),
         (
             lambda: varlen(q, k, v, [0, 9], cu_k, 9, 9),
             ArgumentTypeError,

@@ -161,10 +161,10 @@ def test_dense_gradients(causal: bool, device: str) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "dropout": ("dropout has head dims up to 256 on a GPU; found 512", {"dropout_p": 0.1}),
-    "ALiBi": ("ALiBi has head dims up to 256 on a GPU; found 512", {"alibi_slopes": True}),
+    "dropout": ("dropout supports head dims up to 256 on a GPU; found 512", {"dropout_p": 0.1}),
+    "ALiBi": ("ALiBi supports head dims up to 256 on a GPU; found 512", {"alibi_slopes": True}),
     "gradient": (
-        "the gradient of ragged or banded attention has head dims up to 256 on a GPU; found 512",
+        "the gradient of packed or windowed attention supports head dims up to 256 on a GPU; found 512",
         {"window": (9, 0)},
     ),
 }
@@ -196,6 +196,6 @@ def test_sdpa(device: str) -> None:
     for call in (options, {}, {"is_causal": True}):
         route = ours.explain(leaf, k, v, **call)
         assert route.path == ("flashmoe" if device == "cpu" else "torch")
-        assert device == "cpu" or route.reason == "gradients have head dims up to 256 on a GPU, not 512"
+        assert device == "cpu" or route.reason == "gradients support head dims up to 256 on a GPU, not 512"
         ours.scaled_dot_product_attention(leaf, k, v, **call).sum().backward()
     assert leaf.grad is not None

@@ -18,7 +18,7 @@ from distributed.faults import CASES, SLEEP, TIMEOUT
 pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).parent / "faults.py"
 LIMIT = 60  # seconds, for all cases together, with two ranks
-ENDED = r"rank 1 has ended or is stopped: it gives no sign of life"
+ENDED = r"rank 1 has ended or is stopped: its heartbeat does not change"
 SIZES = (2, 4, 8)
 FAULTY = {"killed_first": 0}  # the failing rank; 1 in the other cases
 KILLED = {case for case in CASES if case.startswith("killed")}

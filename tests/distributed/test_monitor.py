@@ -12,18 +12,18 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from flashmoe.distributed import monitor
-from flashmoe.distributed.heartbeat import Used, key_of, note_of
+from flashmoe.distributed.heartbeat import GroupState, key_of, note_of
 from flashmoe.errors import DistributedError
 
 
-class _Group(Used):
+class _Group(GroupState):
     """Group g of ranks 0 to 2, of which this is 0, with a timeout of 50 s; it has begun seven exchanges and captured a graph."""
 
     def __init__(self) -> None:
         self.name: Any = "g"
         self.rank, self.ranks, self.call, self.begun = 0, [1, 2], "context_parallel_attention", 7
-        self.asks = self.failed = ""
-        self.is_told, self.timeout, self.is_nccl = threading.Event(), timedelta(seconds=50), True
+        self.pending_call = self.failed = ""
+        self.is_raised, self.timeout, self.is_nccl = threading.Event(), timedelta(seconds=50), True
         self.stream, self.probe, self.is_captured, self.aborted, self.busy = None, None, True, 0, False
         self.group: Any = lambda: self
 
@@ -45,16 +45,18 @@ class _World:
         self.monitor = monitor.Monitor(self.store)
         monkeypatch.setattr("flashmoe.distributed.monitor.time.monotonic", lambda: self.now)
 
-    def pass_time(self, seconds: int, *, silent: int = 0, begun: int = 7, gone: bool = False, asks: str = "") -> None:
+    def pass_time(
+        self, seconds: int, *, silent: int = 0, begun: int = 7, gone: bool = False, pending_call: str = ""
+    ) -> None:
         """``silent``: a rank that sends no heartbeats; the other arguments describe rank 1."""
         for _ in range(seconds):
             self.beats, self.now = self.beats + 1, self.now + 1
             for rank in (1, 2):
-                said = {"g": asks} if asks and rank == 1 else {}
+                said = {"g": pending_call} if pending_call and rank == 1 else {}
                 beat = {
                     "gone": gone and rank == 1,
                     "begun": {"g": begun if rank == 1 else self.used.begun},
-                    "asks": said,
+                    "pending_call": said,
                 }
                 if rank != silent:
                     self.store.set(key_of(rank), json.dumps({"beats": self.beats, **beat}))
@@ -80,7 +82,7 @@ def _until_told(world: _World, seconds: int, **said: Any) -> str:
     with pytest.raises(DistributedError) as raised:
         world.pass_time(seconds, **said)
     assert str(raised.value) == world.used.failed
-    assert world.used.is_told.is_set()
+    assert world.used.is_raised.is_set()
     assert world.used.aborted == 1
     return str(raised.value)
 
@@ -96,7 +98,7 @@ def test_hearts_that_beat_are_no_error(world: _World, capsys: pytest.CaptureFixt
 
 def test_a_heart_that_stops_ends_what_waits(world: _World, capsys: pytest.CaptureFixture[str]) -> None:
     world.pass_time(3)
-    assert "rank 2 has ended or is stopped: it gives no sign of life" in _until_told(world, 40, silent=2)
+    assert "rank 2 has ended or is stopped: its heartbeat does not change" in _until_told(world, 40, silent=2)
     assert "rank 2 has ended" in capsys.readouterr().err
     with pytest.raises(DistributedError, match="rank 2 has ended"):
         world.used.begin("ExpertParallel")
@@ -116,10 +118,10 @@ def test_a_rank_that_is_behind_is_stuck_before_the_timeout(world: _World) -> Non
 
 
 def test_a_rank_that_calls_something_else_is_found_at_once(world: _World) -> None:
-    world.pass_time(2, begun=5, asks="attention with q [1]")
+    world.pass_time(2, begun=5, pending_call="attention with q [1]")
     world.pass_time(5)  # a late heartbeat
-    text = _until_told(world, 5, begun=5, asks="attention with q [1]")
-    assert "rank 1 calls attention with q [1], where rank 0 calls what was called before" in text
+    text = _until_told(world, 5, begun=5, pending_call="attention with q [1]")
+    assert "rank 1 calls attention with q [1], but rank 0 repeats an earlier call" in text
 
 
 def test_what_another_rank_has_found_is_told_at_the_next_exchange(world: _World) -> None:

@@ -45,7 +45,7 @@ def test_dense(choose: Any, capability: int) -> None:
             assert found == (*wanted[0].pair, wanted[1]), p
             continue
         assert isinstance(found, str), p
-        text = f"head_dim {p['head_dim']}" + (", the same bits in every call" if p["consistent"] else "")
+        text = f"head_dim {p['head_dim']}" + (", batch-invariant (consistent=True)" if p["consistent"] else "")
         assert p["forced"] is None or f"{text} on a GPU" in found or "names no kernel family" in found
 
 

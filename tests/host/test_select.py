@@ -124,20 +124,20 @@ def test_forced_family_that_does_not_run_here(choose: Chooser) -> None:
 # (number of the choice, further arguments, what has no kernel)
 REFUSALS = (
     (0, {}, "head_dim 64"),
-    (0, {"flags": 2}, "head_dim 64, the same bits in every call"),
+    (0, {"flags": 2}, "head_dim 64, batch-invariant (consistent=True)"),
     (1, {}, "head_dim 64"),
     (1, {"page_size": 12}, "head_dim 64, pages of 12 keys"),
-    (1, {"flags": 2, "head_dim": 40}, "head_dim 40, the same bits in every call"),
+    (1, {"flags": 2, "head_dim": 40}, "head_dim 40, batch-invariant (consistent=True)"),
     (1, {"flags": 1}, "ALiBi, head_dim 64"),
-    (2, {}, "the gradient of ragged or banded attention, head_dim 64"),
+    (2, {}, "the gradient of packed or windowed attention, head_dim 64"),
     (3, {}, "the gradient of attn_mask, head_dim 64"),
     (3, {"flags": 2}, "the gradient of an attn_mask with one row or one key"),
     (4, {}, "a float8_e4m3fn cache, head_dim 64"),
-    (5, {}, "products of float8_e4m3fn, head_dim 64"),
+    (5, {}, "float8_e4m3fn attention, head_dim 64"),
     (6, {}, "dropout, head_dim 64"),
-    (7, {}, "dropout behind a softcap or a mask tensor, head_dim 64"),
+    (7, {}, "dropout with a softcap or a mask tensor, head_dim 64"),
     (8, {}, "the gradient of dropout, head_dim 64"),
-    (9, {}, "gradients of keys and values alone"),
+    (9, {}, "dk and dv without dq"),
     (10, {}, "appending to a cache"),
     (11, {}, "appending to a float8_e4m3fn cache"),
 )
@@ -161,4 +161,4 @@ def test_a_family_that_is_named_is_what_lacks_the_bits(choose: Any) -> None:
     """Another family may have them, so nothing is said about all kernels of the GPU."""
     told = choose.refusal(1, forced="sm90", page_size=12, flags=6)
     beginning = "flashmoe:argument: FLASHMOE_KERNEL=sm90: this family has no kernel for float16, head_dim 64"
-    assert told.startswith(f"{beginning}, pages of 12 keys, the same bits in every call on a GPU")
+    assert told.startswith(f"{beginning}, pages of 12 keys, batch-invariant (consistent=True) on a GPU")

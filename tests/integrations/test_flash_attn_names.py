@@ -240,11 +240,11 @@ def test_the_extension_gives_and_takes_the_state_of_dropout(device: str) -> None
     flash_attn_gpu.bwd(*call, None, state)
     for a, b in zip(results, wanted, strict=True):
         assert torch.equal(a, b)
-    with pytest.raises(RuntimeError, match="give the rng_state that the forward call returned"):
+    with pytest.raises(RuntimeError, match="pass the rng_state that the forward call returned"):
         flash_attn_gpu.bwd(*call)
     with pytest.raises(RuntimeError, match="only supported when p_dropout > 0"):
         flash_attn_gpu.fwd(*plain, None, None, 0.0, *scores[1:], True)
-    with pytest.raises(RuntimeError, match="p_dropout must be from 0"):
+    with pytest.raises(RuntimeError, match="p_dropout must be at least 0"):
         flash_attn_gpu.fwd(*plain, None, None, 1.0, *scores[1:], False)
 
 

@@ -14,7 +14,7 @@ from torch.nested._internal import sdpa
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashmoe
-from flashmoe.attn.sdpa_dispatch import Path
+from flashmoe.attn.sdpa_dispatch import Backend
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations import torch_attention
 from tests.torch_warnings import COMPILED
@@ -52,7 +52,7 @@ def test_jagged_tensors_run_on_flashmoe(is_compiled: bool, monkeypatch: pytest.M
         found = torch.autograd.grad(out, tensors, upstream)
         assert RAGGED_FORWARD in operators(lambda: call(*jagged(tensors, lengths)))
         nested = jagged(tensors, lengths)
-        assert flashmoe.explain(*nested, is_causal=True).path == Path.FLASHMOE
+        assert flashmoe.explain(*nested, is_causal=True).path == Backend.FLASHMOE
         assert RAGGED_FORWARD in operators(lambda: flashmoe.scaled_dot_product_attention(*nested, is_causal=True))
     assert torch.allclose(out, expected, atol=1e-3)
     assert all(torch.allclose(a, b, atol=2e-3) for a, b in zip(found, gradients, strict=True))
@@ -64,7 +64,7 @@ def test_dropout_of_jagged_tensors_runs_on_flashmoe() -> None:
     call = partial(F.scaled_dot_product_attention, *jagged(tensors, lengths), dropout_p=0.5)
     with torch_attention.activated():
         assert "flashmoe::attention_dropout_forward" in operators(call)
-        assert flashmoe.explain(*jagged(tensors, lengths), dropout_p=0.5).path == Path.FLASHMOE
+        assert flashmoe.explain(*jagged(tensors, lengths), dropout_p=0.5).path == Backend.FLASHMOE
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ GPU_CASES = {
     "float32": Case("cuda", "efficient attention", FLOAT32, torch.float32),
     "float32-compiled": Case("cuda", "efficient attention", FLOAT32, torch.float32, is_compiled=True),
     "head-dims": Case("cuda", "efficient attention", "a multiple of 8 up to 256, not 64, 64 and 32", head_dim_v=32),
-    "empty": Case("cuda", "math", "no empty sequence", lengths=(10, 0, 13)),
+    "empty": Case("cuda", "math", "empty sequences", lengths=(10, 0, 13)),
     "efficient": Case(
         "cuda", "efficient attention", "switched off", settings=partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION)
     ),
@@ -144,7 +144,7 @@ def test_jagged_calls_that_torch_hands_to_another_backend_are_told_with_the_reas
                 flashmoe.scaled_dot_product_attention(*case.nested(tensors))
         found = torch.autograd.grad(out.sum(), tensors)
         step(*case.nested(tensors))  # no longer reported
-    assert route.path == Path.TORCH
+    assert route.path == Backend.TORCH
     assert case.reason in route.reason
     assert case.is_compiled or warned[0].filename == __file__, "it names the line of the call"
     assert torch.allclose(out, expected, atol=1e-3)
@@ -168,7 +168,7 @@ def test_explain_of_jagged_tensors_says_what_torch_does_with_them() -> None:
         assert "has no backend" in flashmoe.explain(*nested, is_causal=True).reason
         assert "Masks are not yet supported" in flashmoe.explain(*nested, attn_mask=torch.zeros(1)).reason
         assert "not on cpu" in flashmoe.explain(*nested, dropout_p=0.5).reason
-        assert flashmoe.explain(dense, dense, dense).path == Path.FLASHMOE
+        assert flashmoe.explain(dense, dense, dense).path == Backend.FLASHMOE
         assert "flashmoe::flash_attention_forward" in operators(
             lambda: F.scaled_dot_product_attention(dense, dense, dense)
         )

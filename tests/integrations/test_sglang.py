@@ -202,7 +202,7 @@ def test_what_comes_with_a_call_is_refused_by_name(plugin: Any) -> None:
     backend = plugin.create_backend(runner_of(pool, torch.zeros(1, 4, dtype=torch.int32), 1))
     prompts = SimpleNamespace(forward_mode=Mode("extend"), spec_info=None)
     with pytest.raises(
-        ArgumentError, match="no CUDA graphs of prompts; start with --cuda-graph-backend-prefill disabled"
+        ArgumentError, match="does not support CUDA graphs of prompts; start with --cuda-graph-backend-prefill disabled"
     ):
         backend.init_forward_metadata_out_graph(prompts)
     with pytest.raises(ArgumentError, match="speculative"):

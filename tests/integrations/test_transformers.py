@@ -368,7 +368,7 @@ def test_head_dim_512_runs_here(device: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_weights_that_are_asked_for_are_told_to_be_lacking() -> None:
     model: Any = build("Llama", "cpu", layers=1)
     use(model, ours=True)
-    with pytest.warns(UserWarning, match="no weights for output_attentions=True"):
+    with pytest.warns(UserWarning, match="cannot return weights for output_attentions=True"):
         model(torch.randint(3, 64, (1, 4)), output_attentions=True)
 
 
@@ -387,5 +387,5 @@ class _Experts(nn.Module):
 
 def test_gates_are_recognised_by_what_they_do() -> None:
     assert recognise_gate(_Experts(1.0)) == "geglu_tanh"
-    with pytest.raises(ArgumentError, match=r"gate of _Experts is none that fused_moe computes"):
+    with pytest.raises(ArgumentError, match=r"gate of _Experts is not one that fused_moe supports"):
         recognise_gate(_Experts(1.01))

@@ -8,7 +8,7 @@ from torch import nn
 
 from flashmoe.errors import ArgumentError
 from flashmoe.integrations.transformers import NAME, register
-from flashmoe.integrations.transformers.models import obstacle
+from flashmoe.integrations.transformers.models import unsupported_reason
 from tests.torch_warnings import WHOLE_MODELS
 
 transformers = pytest.importorskip("transformers")
@@ -62,7 +62,7 @@ def test_a_model_that_changes_its_masks_is_refused() -> None:
     kind = getattr(transformers, "DeepseekV4ForCausalLM", None)
     if kind is None:
         pytest.skip("this transformers has no DeepSeek-V4")
-    assert "masks" in str(obstacle(kind))
+    assert "masks" in str(unsupported_reason(kind))
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -81,7 +81,7 @@ def test_encoders_and_vision_towers_give_what_eager_gives(name: str) -> None:
         given = {"pixel_values": torch.randn(2, 3, 32, 32)}
     elif auto != "AutoModel":
         given["decoder_input_ids"] = tokens
-    if transformers.__version__.startswith("4.") and obstacle(type(model)):
+    if transformers.__version__.startswith("4.") and unsupported_reason(type(model)):
         pytest.skip("this transformers does not give it its interface yet")
     found = []
     for implementation in ("eager", NAME):
@@ -98,9 +98,9 @@ def test_encoders_and_vision_towers_give_what_eager_gives(name: str) -> None:
 
 def test_models_of_others_are_looked_at_too() -> None:
     """A class without source is accepted; a user's class that calls the interface needs none of transformers' flags."""
-    assert obstacle(type("Nowhere", (), {"__module__": "no.such.module"})) is None
-    assert obstacle(transformers.LlamaForCausalLM) is None
-    assert obstacle(transformers.MambaForCausalLM) is None  # has no attention
+    assert unsupported_reason(type("Nowhere", (), {"__module__": "no.such.module"})) is None
+    assert unsupported_reason(transformers.LlamaForCausalLM) is None
+    assert unsupported_reason(transformers.MambaForCausalLM) is None  # has no attention
     before = transformers.PreTrainedModel.get_correct_attn_implementation
     register()
     assert transformers.PreTrainedModel.get_correct_attn_implementation is before

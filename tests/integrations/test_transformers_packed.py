@@ -257,7 +257,7 @@ def test_scales_of_8_bits_are_those_of_32() -> None:
         ({"activation_scheme": "static"}, "activation_scheme 'static'"),
         ({"gate_up_proj": torch.zeros(2, 256, 64, dtype=torch.int8)}, "weights of torch.int8"),
         ({"has_gate": False}, "has no gate"),
-        ({"_apply_gate": lambda rows: rows[..., :8]}, "is none that fused_moe computes"),
+        ({"_apply_gate": lambda rows: rows[..., :8]}, "is not one that fused_moe supports"),
         ({"down_proj": torch.zeros(2, 128, 64).to(torch.float8_e4m3fn)}, "cannot run on flashmoe: w13 and w2 disagree"),
     ],
     ids=lambda value: str(value)[:24],

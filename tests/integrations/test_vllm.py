@@ -212,7 +212,7 @@ def test_while_memory_is_measured_the_output_is_zero(vllm: Vllm) -> None:
     output = torch.ones(3, HEADS, D)
     impl.forward(Layer("cpu"), output, output, output, torch.empty(0), None, output)
     assert not output.any()
-    with pytest.raises(NotImplementedError, match="quantised"):
+    with pytest.raises(NotImplementedError, match="quantise its output"):
         impl.forward(Layer("cpu"), output, output, output, torch.empty(0), None, output, output_scale=torch.ones(1))
 
 
@@ -233,9 +233,9 @@ def test_an_encoder_sees_both_sides_without_a_cache(vllm: Vllm) -> None:
 def calls_of(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> list[Varlen]:
     """Collects the operator's arguments from now on."""
     asked: list[Varlen] = []
-    real = vllm.attention.attention_into
+    real = vllm.attention.attention_out
     monkeypatch.setattr(
-        vllm.attention, "attention_into", lambda out, given, *s: asked.append(given) or real(out, given, *s)
+        vllm.attention, "attention_out", lambda out, given, *s: asked.append(given) or real(out, given, *s)
     )
     return asked
 
@@ -277,7 +277,7 @@ def test_an_output_of_vllms_that_does_not_fit_is_refused_in_words(vllm: Vllm) ->
     starts, one = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
     batch = vllm.attention.FlashmoeMetadata(2, 2, starts, 2, one, one.view(1, 1), torch.zeros(2))
     query, cache = torch.zeros(2, HEADS, D), torch.zeros(4, KV_HEADS, BLOCK, 2 * D)
-    with pytest.raises(ShapeError, match=r"out must have q's sizes with v's head_dim, which here is \[2, 4, 16\]"):
+    with pytest.raises(ShapeError, match=r"out must have q's shape with v's head_dim, here \[2, 4, 16\]"):
         impl.forward(Layer("cpu"), query, query, query, cache, batch, torch.zeros(2, HEADS, 2 * D))
 
 
@@ -332,7 +332,7 @@ def reasons(vllm: Vllm, **changes: Any) -> list[str]:
         ({"use_mla": True}, "MLA"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
         ({"kv_cache_dtype": "float16"}, "both must be the same"),
-        ({"kv_cache_dtype": "fp8", "use_batch_invariant": True}, "not claimed for fp8"),
+        ({"kv_cache_dtype": "fp8", "use_batch_invariant": True}, "not supported for fp8"),
         (
             {"kv_cache_dtype": "fp8", "dtype": torch.float16, "capability": (7, 5)},
             "fp8 cache needs compute capability 8.0",
@@ -388,7 +388,7 @@ def test_on_a_cpu_what_is_asked_for_is_taken_or_told(vllm: Vllm, monkeypatch: py
     with pytest.warns(UserWarning, match="head_size not supported"):
         assert "VllmOwn" in str(chosen(head_size=512))
     monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
-    with pytest.raises(ArgumentError, match="head_size not supported; leave the backend out"):
+    with pytest.raises(ArgumentError, match="head_size not supported; remove --attention-backend"):
         chosen(head_size=384)
 
 

@@ -114,7 +114,7 @@ def test_a_vllm_whose_experts_have_no_kernel_on_a_cpu_keeps_them(experts: Any, m
     monkeypatch.setattr(experts.current_platform, "capability", None)
     assert experts.FlashmoeExpertsMethod(MoEConfig(in_dtype=torch.float32)).experts_cls is experts.FlashmoeExperts
     monkeypatch.setattr(engines.ExpertsMethod, "is_monolithic", True, raising=False)
-    with pytest.warns(UserWarning, match="one with their router"):
+    with pytest.warns(UserWarning, match="fuses the experts with their router"):
         assert experts.FlashmoeExpertsMethod(MoEConfig()).experts_cls is None
 
 

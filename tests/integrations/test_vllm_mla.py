@@ -166,7 +166,7 @@ def test_prompts_stay_with_what_was_named_and_with_heads_that_are_too_wide(
 )
 def test_what_latent_attention_lacks_is_refused(vllm: Any, at: int, value: Any, name: str) -> None:
     arguments = [*ARGUMENTS[:at], value, *ARGUMENTS[at + 1 :]]
-    with pytest.raises(ArgumentError, match=f"{name} is .* leave --attention-backend out"):
+    with pytest.raises(ArgumentError, match=f"{name} is .* remove --attention-backend"):
         vllm.mla.FlashmoeMLAImpl(*arguments)
 
 
@@ -218,7 +218,7 @@ def test_other_latent_attention_is_vllms_own_or_refused(
         assert "VllmOwn" in str(chosen(vllm, **changes))
     assert reason in str(told[0].message)
     monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
-    with pytest.raises(ArgumentError, match=f"{reason}.*leave the backend out"):
+    with pytest.raises(ArgumentError, match=f"{reason}.*remove --attention-backend"):
         chosen(vllm, **changes)
 
 

@@ -174,11 +174,15 @@ def test_vllms_methods_get_ours(quantised: Any) -> None:
         (MoEConfig(**LARGE), ("kFp8StaticTensorSym", "kFp8StaticTensorSym"), "quantization scheme kFp8StaticTensorSym"),
         (MoEConfig(**LARGE, has_bias=True), FP8, "fp8 experts with biases"),
         (MoEConfig(MoEActivation.SWIGLUOAI, **LARGE), FP8, "SWIGLUOAI"),
-        (MoEConfig(hidden_dim=192, intermediate_size_per_partition=128), FP8, "hidden_dim is 192, no multiple of 128"),
-        (MoEConfig(**LARGE, in_dtype=torch.float16), FP8, "torch.float16 is none of torch.bfloat16"),
+        (
+            MoEConfig(hidden_dim=192, intermediate_size_per_partition=128),
+            FP8,
+            "hidden_dim is 192, which is not a multiple of 128",
+        ),
+        (MoEConfig(**LARGE, in_dtype=torch.float16), FP8, "torch.float16 is not one of torch.bfloat16"),
         (MoEConfig(**LARGE), "kFp8Dynamic128Sym", "quantization scheme kMxfp4StaticxkFp8Dynamic128Sym"),
-        (MoEConfig(**LARGE, in_dtype=torch.float16), None, "torch.float16 is none of torch.bfloat16"),
-        (MoEConfig(hidden_dim=48), None, "hidden_dim is 48, no multiple of 32"),
+        (MoEConfig(**LARGE, in_dtype=torch.float16), None, "torch.float16 is not one of torch.bfloat16"),
+        (MoEConfig(hidden_dim=48), None, "hidden_dim is 48, which is not a multiple of 32"),
     ],
 )
 def test_other_quantised_experts_stay_vllms_or_are_refused(

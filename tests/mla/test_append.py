@@ -122,9 +122,9 @@ LENGTHS = torch.tensor([3, 0], dtype=torch.int32)
     [
         ({"latents": [1.0]}, ArgumentTypeError, "found list"),
         ({"latents": torch.zeros(2, 2, 576).half().requires_grad_()}, DifferentiationError, "no gradient"),
-        ({"kv_cache": torch.zeros(2, 16, 576).half()}, DtypeError, "must hold bytes"),
+        ({"kv_cache": torch.zeros(2, 16, 576).half()}, DtypeError, "must be an FP8 cache"),
         ({"kv_cache": torch.zeros(2, 16, 664, dtype=torch.uint8)[..., :656]}, ShapeError, "multiples of 16 bytes"),
-        ({"cache_seqlens": LENGTHS + 12}, ArgumentError, r"cache_seqlens\[0\] is 15 and 2 tokens are new"),
+        ({"cache_seqlens": LENGTHS + 12}, ArgumentError, r"cache_seqlens\[0\] is 15, appending 2 tokens"),
         ({"cache_seqlens": LENGTHS - 1}, ArgumentError, r"cache_seqlens\[1\] is -1"),
         ({"block_table": torch.full((2, 1), 7, dtype=torch.int32)}, ArgumentError, r"block_table\[0, 0\] is 7"),
     ],
@@ -150,7 +150,7 @@ def test_a_wrong_slot_is_named(slots: Tensor, error: type[FlashmoeError], words:
     cache = torch.zeros(2, 16, 656, dtype=torch.uint8)
     with pytest.raises(error, match=words):
         flashmoe.mla_append(torch.zeros(2, 2, 576).half(), cache, slots=slots)
-    with pytest.raises(ArgumentError, match="block_table belongs to cache_seqlens"):
+    with pytest.raises(ArgumentError, match="block_table is only used with cache_seqlens"):
         flashmoe.mla_append(
             torch.zeros(2, 2, 576).half(), cache, slots=slots.long().view(2, 2), block_table=LENGTHS[:, None]
         )

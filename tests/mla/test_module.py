@@ -185,7 +185,7 @@ CACHE, LENGTHS, X = torch.zeros(2, 8, 576), torch.zeros(2, dtype=torch.int32), t
             DtypeError,
             "cache is torch.bfloat16 and the layer's parameters torch.float32",
         ),
-        ((X, CACHE, LENGTHS + 6), ArgumentError, "room for 8 keys; 6 are there and 3 are new"),
+        ((X, CACHE, LENGTHS + 6), ArgumentError, "room for 8 keys; it holds 6, and 3 are appended"),
         ((X, CACHE, LENGTHS.long()), DtypeError, "cache_seqlens must be torch.int32"),
     ],
     ids=range(8),

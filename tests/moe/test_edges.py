@@ -70,9 +70,9 @@ def test_messages_say_what_to_do() -> None:
     """Composed messages end with the step that helps."""
     told = {name: rule.message for name, rule in rules.RULES.items()}
     for name, ending in (
-        ("moe.transposed", "; give {name}.mT, or transposed={other} where w13 and w2 both are so"),
-        ("moe.experts", "divide them among several layers by expert_map"),
-        ("moe.grouped_experts", "divide them among several calls"),
+        ("moe.transposed", "; pass {name}.mT, or transposed={other} if both w13 and w2 have this layout"),
+        ("moe.experts", "split them over several layers with expert_map"),
+        ("moe.grouped_experts", "split them over several calls"),
         ("moe.route_experts", "use torch.topk"),
     ):
         assert told[name].endswith(ending)

@@ -32,7 +32,7 @@ def test_a_transposed_weight_is_named(device: str) -> None:
     inputs = make_inputs(SMALL, device=device)
     for name in ("w13", "w2"):
         wrong = replace(inputs, **{name: getattr(inputs, name).mT.contiguous()})
-        with pytest.raises(ShapeError, match=rf"{name} has shape .*; give {name}\.mT"):
+        with pytest.raises(ShapeError, match=rf"{name} has shape .*; pass {name}\.mT"):
             call(SMALL, wrong)
 
 
@@ -119,9 +119,9 @@ def test_out_may_be_an_input_but_no_part_of_shared(device: str) -> None:
     assert torch.equal(result((slice(tokens), slice(hidden, None))), expected)  # the other half of each row
     assert torch.equal(result((slice(tokens, None), slice(hidden))), expected)  # the rows after it
     for start, column in ((1, 0), (0, 8), (1, 8), (tokens - 1, 0)):
-        with pytest.raises(ShapeError, match="out shares memory with a part of shared"):
+        with pytest.raises(ShapeError, match="out overlaps a part of shared"):
             result((slice(start, start + tokens), slice(column, column + hidden)))
-    with pytest.raises(ShapeError, match="out shares memory with a part of shared"):  # every second row: by its bounds
+    with pytest.raises(ShapeError, match="out overlaps a part of shared"):  # every second row: by its bounds
         result((slice(tokens), slice(hidden)), memory[::2, hidden:])
     x = memory.clone()[1 : tokens + 1, :hidden]
     expected = call(case, replace(inputs, x=x.clone()))
@@ -132,7 +132,7 @@ def test_out_may_be_an_input_but_no_part_of_shared(device: str) -> None:
 def test_out_takes_no_gradient_of_weights_on_input() -> None:
     inputs = make_inputs(SMALL)
     inputs.x.requires_grad_()
-    with pytest.raises(ArgumentError, match="out= is given, but a gradient is to be recorded"):
+    with pytest.raises(ArgumentError, match="out= is given, but a gradient is requested"):
         call(SMALL, inputs, out=torch.empty_like(inputs.x), weights_on_input=True)
 
 

@@ -235,7 +235,7 @@ KernelPlan select_forward(const SelectorInput& input) {
       const Kernel* kernel = choose_consistent(input, *allowed[index]);
       if (kernel != nullptr) return {kernel, nullptr, 1};
     }
-    host::refuse(input.request, "head_dim " + std::to_string(input.head_dim) + ", the same bits in every call");
+    host::refuse(input.request, "head_dim " + std::to_string(input.head_dim) + ", batch-invariant (consistent=True)");
   }
   if (count == 0) host::refuse(input.request, "head_dim " + std::to_string(input.head_dim));
   const Kernel* standard = allowed[0]->tiles[kStandard];
@@ -371,11 +371,11 @@ const Kernel* select_varlen_forward(const VarlenSelectorInput& input) {
     host::fail(host::ErrorCode::kArgument, "consistent=True with ", input.has_alibi ? "ALiBi" : "a softcap or a mask",
                ", head_dim ", input.head_dim, " and pages of ", input.page_size,
                " keys: no kernel of compute capability ", request.capability / 10, ".", request.capability % 10,
-               " has the bits of other calls; use pages of a multiple of 8 keys, or consistent=False");
+               " gives batch-invariant results; use pages of a multiple of 8 keys, or consistent=False");
   }
   if (input.has_alibi && !has_other_bits) refuse_head_dim(request, "ALiBi", input.head_dim);
   const std::string pages = input.page_size > 0 ? ", pages of " + std::to_string(input.page_size) + " keys" : "";
-  const char* what = input.is_consistent ? ", the same bits in every call" : "";
+  const char* what = input.is_consistent ? ", batch-invariant (consistent=True)" : "";
   host::refuse(request, "head_dim " + std::to_string(input.head_dim) + pages + what);
 }
 

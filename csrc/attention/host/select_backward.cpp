@@ -91,11 +91,11 @@ BackwardKernels select_varlen_backward(const host::KernelRequest& request, int32
     if (has_all && fused->axes[axis::kHeadDim] == kernels.dkv->axes[axis::kHeadDim]) kernels.fused = fused;
     return kernels;
   }
-  refuse_head_dim(request, "the gradient of ragged or banded attention", head_dim);
+  refuse_head_dim(request, "the gradient of packed or windowed attention", head_dim);
 }
 
 const Kernel& select_row_dot(const host::KernelRequest& request) {
-  return select_first(request, "attention_row_dot", "gradients of keys and values alone");
+  return select_first(request, "attention_row_dot", "dk and dv without dq");
 }
 
 const Kernel& select_storing(const host::KernelRequest& request, const Kernel& fused) {

@@ -31,7 +31,7 @@ Fp8Kernels find_fp8(const host::KernelRequest& request, host::KernelName name, i
         host::find_kernel({"attention_transpose_e4m3", "sm90", "", Dtype::kFloat16, {}}, host::kNoAxis, loadable);
   }
   if (kernels.forward != nullptr && kernels.transpose != nullptr) return kernels;
-  refuse_head_dim(request, "products of float8_e4m3fn", head_dim);
+  refuse_head_dim(request, "float8_e4m3fn attention", head_dim);
 }
 
 }  // namespace
@@ -52,7 +52,7 @@ const Kernel& select_e4m3_append(const host::KernelRequest& request) {
 }
 
 const Kernel& select_dequantize(const host::KernelRequest& request) {
-  return select_first(request, "attention_dequantize_e4m3", "many rows over a float8_e4m3fn cache");
+  return select_first(request, "attention_dequantize_e4m3", "prefill over a float8_e4m3fn cache");
 }
 
 }  // namespace flashmoe::attention

@@ -14,7 +14,7 @@ const Kernel& select_dropout_forward(const host::KernelRequest& request, int32_t
                           axis::kHeadDim, loadable);
     if (kernel != nullptr && (!has_score_mod || kernel->num_tensor_maps == 0)) return *kernel;
   }
-  const char* what = has_score_mod ? "dropout behind a softcap or a mask tensor" : "dropout";
+  const char* what = has_score_mod ? "dropout with a softcap or a mask tensor" : "dropout";
   refuse_head_dim(request, what, head_dim);
 }
 

@@ -56,7 +56,7 @@ SplitPlan plan_split(const VarlenSelectorInput& input, const Kernel& kernel) {
   if (std::string(kernel.variant) != "split") return {};
   SplitPlan split_plan;
   split_plan.combine = find_combine(input.request, input.head_dim_v);
-  if (split_plan.combine == nullptr) refuse_head_dim(input.request, "the sum of partial results", input.head_dim_v);
+  if (split_plan.combine == nullptr) refuse_head_dim(input.request, "the split-KV combine", input.head_dim_v);
   if (input.is_batch_invariant) return split_plan;
   const int64_t by_machine = input.request.num_multiprocessors * kernel.min_blocks / tiles_of(input, kernel);
   const int64_t by_keys = input.keys / kMinKeysPerSplit;

@@ -116,7 +116,7 @@ void append_cuda(const AppendArguments& arguments) {
   const host::KernelRequest request = host::make_request(gpu, arguments.dtype);
   const host::Kernel* kernel = host::find_kernel({"mla_append", "sm80", "", request.dtype, {}}, host::kNoAxis,
                                                  host::loadable_kernels(request.capability));
-  if (kernel == nullptr) host::refuse(request, "a cache of latents in 8-bit floats");
+  if (kernel == nullptr) host::refuse(request, "an FP8 cache of latents");
   const Tensor latents = host::loadable(arguments.latents, *kernel);
   const Tensor slots = arguments.slots.is_given() ? host::contiguous(arguments.slots) : Tensor();
   const AppendParams params = make_params(arguments, latents, slots);

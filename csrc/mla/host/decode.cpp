@@ -85,7 +85,7 @@ const Kernel& select_decode(const host::KernelRequest& request, const DecodeArgu
     const Kernel* kernel = find_kernel(request, "mla_decode", *family, is_wgmma ? wgmma.c_str() : mma_sync.c_str());
     if (kernel != nullptr) return *kernel;
   }
-  host::refuse(request, arguments.is_fp8        ? "latents in 8-bit floats"
+  host::refuse(request, arguments.is_fp8        ? "an FP8 cache of latents"
                         : arguments.is_sparse() ? "latents named by indices"
                                                 : "multi-head latent attention");
 }

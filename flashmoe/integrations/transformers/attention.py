@@ -20,9 +20,7 @@ from flashmoe.integrations.transformers.latents import Latents
 
 NAME = "fmoe"
 PAGED_NAME = f"paged|{NAME}"
-NO_WEIGHTS = (
-    f"{NAME!r} attention has no weights for output_attentions=True to return; for them use attn_implementation='eager'"
-)
+NO_WEIGHTS = f"{NAME!r} attention cannot return weights for output_attentions=True; use attn_implementation='eager'"
 
 # Models that pass their sliding window to the attention function, so that it needs no mask tensor. Other models get
 # the window as a mask: correct, but of size [B, 1, Sq, Sk].
@@ -124,10 +122,10 @@ def attention_forward(
     is_packed = query.shape[0] == 1 and options.get("cu_seq_lens_q") is not None
     has_packed_bias = is_packed and position_bias is not None
     if is_compiling() or has_packed_bias or not _has_kernels(query):
-        obstacle = _obstacle(query, key, value, has_packed_bias)
+        unsupported_reason = _unsupported_reason(query, key, value, has_packed_bias)
     else:
-        obstacle = None
-    if obstacle is None:
+        unsupported_reason = None
+    if unsupported_reason is None:
         if options.get("output_attentions") and not is_compiling():
             warnings.warn(NO_WEIGHTS, stacklevel=2)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -139,12 +137,12 @@ def attention_forward(
         try:
             return _attend(*given), None
         except FlashmoeError:
-            obstacle = _obstacle(query, key, value, has_packed_bias)
-            if obstacle is None:
+            unsupported_reason = _unsupported_reason(query, key, value, has_packed_bias)
+            if unsupported_reason is None:
                 raise
     causal = getattr(module, "is_causal", True) if is_causal is None else bool(is_causal)
     attention_mask = _whole_mask(query, key, attention_mask, causal, sliding_window, options.get("cu_seq_lens_q"))
-    return _sdpa(obstacle, softcap, s_aux, module, query, key, value, attention_mask, dropout, scaling, is_causal,
+    return _sdpa(unsupported_reason, softcap, s_aux, module, query, key, value, attention_mask, dropout, scaling, is_causal,
                  position_bias, options)  # fmt: skip
 
 
@@ -309,14 +307,14 @@ def _attend_packed(
     return out.unsqueeze(0)
 
 
-def _obstacle(q: Tensor, k: Tensor, v: Tensor, has_packed_bias: bool) -> str | None:
+def _unsupported_reason(q: Tensor, k: Tensor, v: Tensor, has_packed_bias: bool) -> str | None:
     if has_packed_bias:
-        return "position_bias is given for packed sequences, which have no mask here"
-    return sdpa_dispatch.find_obstacle(q, k, v, None, 0.0, False, None, True)
+        return "position_bias is not supported for packed sequences"
+    return sdpa_dispatch.find_unsupported(q, k, v, None, 0.0, False, None, True)
 
 
 def _sdpa(
-    obstacle: str,
+    unsupported_reason: str,
     softcap: float | None,
     s_aux: Tensor | None,
     module: nn.Module,
@@ -334,9 +332,9 @@ def _sdpa(
 
     if softcap or s_aux is not None:
         what = "a softcap" if softcap else "sinks"
-        msg = f"{obstacle}, and transformers' SDPA attention knows no {what}; use attn_implementation='eager'"
+        msg = f"{unsupported_reason}, and transformers' SDPA attention does not support {what}; use attn_implementation='eager'"
         raise ArgumentError(msg)
-    fallback.note_fallback(obstacle)
+    fallback.note_fallback(unsupported_reason)
     if position_bias is not None:
         options = {**options, "position_bias": position_bias}
     result: tuple[Tensor, None] = sdpa_attention_forward(

@@ -13,13 +13,12 @@ from torch.compiler import is_compiling
 from flashmoe import fallback
 from flashmoe.errors import ArgumentError, FlashmoeError
 from flashmoe.moe.api import fused_moe
-from flashmoe.moe.options import Activation, Layout
+from flashmoe.moe.options import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation, Layout
 from flashmoe.moe.packed import can_pack, is_packed, pack_mxfp4, unpack_mxfp4
 
 _PROBE_ROWS = 64
 _PROBE_WIDTH = 8
 _BLOCK = 32  # mxfp4 weights of a row per scale
-_ALPHA, _LIMIT = 1.702, 7.0  # of clamped_swiglu
 _GATED: dict[str, Layout | None] = {"gate_up_proj": "interleaved", "down_proj": None}
 _FP8 = ((128, 128), "dynamic", torch.float8_e4m3fn)  # block_size, activation_scheme and dtype of the weights
 _OTHER = "use experts_implementation='grouped_mm' for this model"
@@ -33,8 +32,8 @@ def _gates() -> dict[Activation, Callable[[Tensor, Tensor], Tensor]]:
     functional = nn.functional
 
     def clamped(gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+        gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+        return gate * torch.sigmoid(CLAMPED_ALPHA * gate) * (up + 1.0)
 
     return {
         "swiglu": lambda gate, up: functional.silu(gate) * up,
@@ -54,7 +53,7 @@ def recognise_gate(experts: Any) -> Activation:
     Raises ArgumentError, with the module's name, if none matches.
     """
     if not getattr(experts, "has_gate", True):
-        msg = f"{type(experts).__name__} has no gate; fused_moe computes gated experts only; use another experts implementation"
+        msg = f"{type(experts).__name__} has no gate; fused_moe supports only gated experts; use another experts implementation"
         raise ArgumentError(msg)
     generator = torch.Generator().manual_seed(0)
     gate, up = (8 * torch.randn(_PROBE_ROWS, _PROBE_WIDTH, generator=generator) for _ in range(2))
@@ -67,7 +66,7 @@ def recognise_gate(experts: Any) -> Activation:
     for name, function in GATES.items():
         if torch.allclose(found, function(gate, up), rtol=1e-4, atol=1e-4):
             return name
-    msg = f"the gate of {type(experts).__name__} is none that fused_moe computes ({', '.join(GATES)}); {_OTHER}"
+    msg = f"the gate of {type(experts).__name__} is not one that fused_moe supports ({', '.join(GATES)}); {_OTHER}"
     raise ArgumentError(msg)
 
 
@@ -135,10 +134,10 @@ class Mxfp4Experts(nn.Module):
         """``experts``: the module to replace, whose sizes and gate are read."""
         super().__init__()
         count, hidden, intermediate = experts.num_experts, experts.hidden_size, experts.intermediate_size
-        if (experts.alpha, experts.limit) != (_ALPHA, _LIMIT):
+        if (experts.alpha, experts.limit) != (CLAMPED_ALPHA, CLAMPED_LIMIT):
             msg = (
                 f"the gate of {type(experts).__name__} has alpha {experts.alpha} and limit {experts.limit}; fused_moe computes "
-                f"{_ALPHA} and {_LIMIT}; {_DEQUANTISED}"
+                f"{CLAMPED_ALPHA} and {CLAMPED_LIMIT}; {_DEQUANTISED}"
             )
             raise ArgumentError(msg)
         self._sizes = (hidden, intermediate)

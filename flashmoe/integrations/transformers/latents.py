@@ -57,8 +57,8 @@ def decode_by_latents(model: nn.Module) -> int:
     layers: list[Any] = [layer for layer in model.modules() if _is_plain(layer)]
     if not layers:
         msg = (
-            f"no layer of {type(model).__name__} caches latents of {VALUE_DIM} and {ROTARY_DIM} values that expand_kv makes keys of; leave this "
-            "call out, or use transformers 5.17 or later for DeepSeek-V2, V3 and GLM-4-MoE-lite"
+            f"no layer of {type(model).__name__} caches latents of {VALUE_DIM} and {ROTARY_DIM} values that expand_kv can expand; "
+            f"remove this call, or use transformers 5.17 or later for DeepSeek-V2, V3 and GLM-4-MoE-lite"
         )
         raise ArgumentError(msg)
     for layer in layers:

@@ -20,7 +20,7 @@ OWN_ATTENTION = re.compile(r"^class \w*Attention\w*\(nn\.Module\):", re.MULTILIN
 CHANGES_ITS_MASK = frozenset({"deepseek_v4"})
 
 
-def obstacle(model: type) -> str | None:
+def unsupported_reason(model: type) -> str | None:
     """Why this class of models cannot take attention by name; None if it can, or has no attention of its own to replace."""
     source = _source(model.__module__)
     has_attention, dispatches = OWN_ATTENTION.search(source) is not None, INTERFACE in source
@@ -31,7 +31,7 @@ def obstacle(model: type) -> str | None:
     if model.__module__.startswith("transformers.") and dispatches and not (is_sdpa or is_backend):
         return "transformers says that its attention cannot be replaced"
     if getattr(getattr(model, "config_class", None), "model_type", None) in CHANGES_ITS_MASK:
-        return "it adds values to its layers' masks, which are boolean here"
+        return "it adds values to its layers' masks, which must be boolean here"
     return None
 
 
@@ -44,9 +44,9 @@ def _source(module: str) -> str:
         return ""
 
 
-def refuse_others(model: type, name: str) -> None:
+def check_supported(model: type, name: str) -> None:
     """Raise ArgumentError for a model that cannot take ``name``."""
-    reason = obstacle(model)
+    reason = unsupported_reason(model)
     if reason is None:
         return
     instead = "attn_implementation='eager'"
@@ -67,7 +67,7 @@ def check_models(base: Any, names: frozenset[str]) -> None:
 
     def asked(self: Any, requested_attention: str | None, *arguments: Any, **options: Any) -> Any:
         if requested_attention in names:
-            refuse_others(type(self), requested_attention)
+            check_supported(type(self), requested_attention)
         return ask(self, requested_attention, *arguments, **options)
 
     asked.is_flashmoe = True  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ def register() -> None:
         from vllm.v1.attention import selector
         from vllm.v1.attention.backends import registry
     except ImportError as error:
-        msg = f"vLLM cannot be used ({error}); install vLLM 0.24 or later, or leave flashmoe out by VLLM_PLUGINS"
+        msg = f"vLLM cannot be used ({error}); install vLLM 0.24 or later, or exclude flashmoe with VLLM_PLUGINS"
         raise ArgumentError(msg) from error
     _register_attention(registry)
     from flashmoe.integrations.vllm.selection import fall_back

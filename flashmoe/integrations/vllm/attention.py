@@ -25,8 +25,8 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from flashmoe.attn.into import attention_into
 from flashmoe.attn.options import CONSISTENT, Varlen
+from flashmoe.attn.out_variant import attention_out
 from flashmoe.errors import ArgumentError
 
 MAX_HEAD_SIZE = 256
@@ -104,17 +104,17 @@ class FlashmoeBackend(AttentionBackend):  # type: ignore[misc]
             reasons.append("float32 has no CUDA kernel")
         if capability and dtype is torch.bfloat16 and capability < BF16_CAPABILITY:
             reasons.append(f"bfloat16 needs compute capability 8.0; this GPU has {_dotted(capability)}")
-        if obstacle := cache_obstacle(cache, dtype):
-            reasons.append(f"{obstacle}, or the cache fp8")
+        if unsupported_reason := unsupported_cache(cache, dtype):
+            reasons.append(f"{unsupported_reason}, or the cache fp8")
         if cache in FP8_CACHES:
             if capability and capability < FP8_CAPABILITY:
                 reasons.append(f"an fp8 cache needs compute capability 8.0; this GPU has {_dotted(capability)}")
             if configuration.get("use_batch_invariant"):
-                reasons.append("batch invariance is not claimed for fp8 caches")
+                reasons.append("batch invariance is not supported for fp8 caches")
         return reasons
 
 
-def cache_obstacle(cache: str | None, dtype: torch.dtype | None) -> str | None:
+def unsupported_cache(cache: str | None, dtype: torch.dtype | None) -> str | None:
     """Why queries of this dtype cannot read a 16-bit cache."""
     if cache in CACHES and CACHES[cache] is not dtype:
         return f"a cache of {cache} with queries of {dtype}: both must be the same"
@@ -190,9 +190,7 @@ class FlashmoeMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FlashmoeMetadata:
         common = common_attn_metadata
         if not isinstance(common.causal, bool):
-            msg = (
-                "causal is a tensor, one value for each request; flashmoe takes one for the batch: use another backend"
-            )
+            msg = "causal is a tensor, one value for each request; flashmoe supports one for the batch; use another backend"
             raise ArgumentError(msg)
         return FlashmoeMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -240,7 +238,7 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
         self.softcap = float(logits_soft_cap or 0.0)
         self.is_consistent = bool(envs.VLLM_BATCH_INVARIANT)
         if self.is_consistent and self.alibi_slopes is not None:
-            msg = "VLLM_BATCH_INVARIANT=1 with ALiBi: flashmoe does not claim it; use --attention-backend FLASH_ATTN"
+            msg = "VLLM_BATCH_INVARIANT=1 is not supported with ALiBi; use --attention-backend FLASH_ATTN"
             raise ArgumentError(msg)
 
     def forward(
@@ -260,9 +258,7 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
         The new keys are already in kv_cache, except for encoders, which have no cache.
         """
         if output_scale is not None or output_block_scale is not None:
-            msg = (
-                "the output cannot be quantised by flashmoe's attention; leave attention's fusion with quantisation off"
-            )
+            msg = "flashmoe's attention cannot quantise its output; disable the fusion of attention with quantisation"
             raise NotImplementedError(msg)
         if attn_metadata is None:  # vLLM is profiling memory
             return output.fill_(0)
@@ -282,7 +278,7 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
                 q, written = q.unsqueeze(2), written.unsqueeze(2)
             lengths = (span.starts, None, span.lengths, span.table)
             longest_q = span.max_query_len
-            attention_into(
+            attention_out(
                 written, self._given((q, keys, values), lengths, longest_q, longest, attn_metadata.causal), *scales
             )
         return output
@@ -290,7 +286,7 @@ class FlashmoeImpl(AttentionImpl):  # type: ignore[misc]
     def _encode(self, query: Tensor, key: Tensor, value: Tensor, batch: FlashmoeMetadata, out: Tensor) -> None:
         rows, starts, longest = batch.num_actual_tokens, batch.query_start_loc, batch.max_query_len
         operands = (query[:rows], key[:rows], value[:rows])
-        attention_into(out[:rows], self._given(operands, (starts, starts, None, None), longest, longest, causal=False))
+        attention_out(out[:rows], self._given(operands, (starts, starts, None, None), longest, longest, causal=False))
 
     def _given(
         self,

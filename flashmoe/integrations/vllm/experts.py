@@ -20,9 +20,9 @@ from vllm.platforms import current_platform
 from flashmoe.attn.arguments import DTYPES
 from flashmoe.errors import ArgumentError
 from flashmoe.fallback import fallback_policy
-from flashmoe.integrations.vllm.selection import tell
+from flashmoe.integrations.vllm.selection import warn_once
 from flashmoe.moe.api import fused_moe
-from flashmoe.moe.options import Activation, Layout
+from flashmoe.moe.options import CLAMPED_ALPHA, CLAMPED_LIMIT, Activation, Layout
 
 # vLLM's name: (flashmoe's name, the order of gate and up in w13)
 ACTIVATIONS: dict[Any, tuple[Activation, Layout]] = {
@@ -31,7 +31,11 @@ ACTIVATIONS: dict[Any, tuple[Activation, Layout]] = {
     MoEActivation.GELU_TANH: ("geglu_tanh", "concat"),
     MoEActivation.SWIGLUOAI: ("clamped_swiglu", "interleaved"),
 }
-CLAMPED = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}  # what clamped_swiglu computes
+CLAMPED = {
+    "gemm1_alpha": CLAMPED_ALPHA,
+    "gemm1_beta": 1.0,
+    "gemm1_clamp_limit": CLAMPED_LIMIT,
+}  # what clamped_swiglu computes
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
 
 
@@ -42,7 +46,7 @@ class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
 
     def __init__(self, moe_config: Any, quant_config: Any) -> None:
         super().__init__(moe_config, quant_config)
-        if reason := gate_obstacle(moe_config.activation, quant_config):
+        if reason := unsupported_gate(moe_config.activation, quant_config):
             msg = f"{reason}; unset FLASHMOE_VLLM_EXPERTS for this model"
             raise ArgumentError(msg)
 
@@ -112,7 +116,7 @@ class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     ) -> None:
         """Writes to output [T, H] the weighted sum over each token's experts; weights that apply to inputs are already in hidden_states."""
         if getattr(self, "post_gemm2_hook", None) is not None:
-            msg = "post_gemm2_hook wants rows before they are weighted; fused_moe has none: unset FLASHMOE_VLLM_EXPERTS"
+            msg = "post_gemm2_hook needs rows before they are weighted, which fused_moe does not store; unset FLASHMOE_VLLM_EXPERTS"
             raise ArgumentError(msg)
         name, layout = ACTIVATIONS[activation]
         with torch.no_grad():
@@ -136,7 +140,7 @@ class FlashmoeExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         return {}
 
 
-def gate_obstacle(activation: Any, quant_config: Any) -> str | None:
+def unsupported_gate(activation: Any, quant_config: Any) -> str | None:
     """Why the gate is not one of fused_moe's: compares the constants that vLLM takes from the model."""
     for name, expected in CLAMPED.items():
         found = getattr(quant_config, name, None)
@@ -146,12 +150,12 @@ def gate_obstacle(activation: Any, quant_config: Any) -> str | None:
     return None
 
 
-def obstacle(
+def unsupported_reason(
     moe: Any, experts: type[FlashmoeExperts] = FlashmoeExperts, weight_key: Any = None, activation_key: Any = None
 ) -> str | None:
     """Why fused_moe cannot compute these experts; None if it can."""
     if current_platform.is_cpu() and "is_monolithic" in vars(UnquantizedFusedMoEMethod):  # up to 0.28 at the most
-        return "this vLLM's experts on a CPU are one with their router"
+        return "on a CPU this vLLM fuses the experts with their router"
     is_supported, reason = experts.is_supported_config(
         experts, moe, weight_key, activation_key, FusedMoEActivationFormat.Standard
     )
@@ -160,15 +164,15 @@ def obstacle(
     sizes = {"hidden_dim": moe.hidden_dim, "intermediate_size_per_partition": moe.intermediate_size_per_partition}
     for name, size in sizes.items():
         if size % experts.multiple:
-            return f"{name} is {size}, no multiple of {experts.multiple}"
+            return f"{name} is {size}, which is not a multiple of {experts.multiple}"
     if moe.num_experts > MAX_EXPERTS or moe.experts_per_token > MAX_TOP_K:
         found = f"{moe.num_experts} experts, {moe.experts_per_token} for a token"
         return f"{found}; at most {MAX_EXPERTS} and {MAX_TOP_K}"
     dtypes = DTYPES["cpu" if current_platform.is_cpu() else "cuda"] if weight_key is None else (torch.bfloat16,)
     if moe.in_dtype not in dtypes:
-        return f"{moe.in_dtype} is none of {', '.join(map(str, dtypes))}"
+        return f"{moe.in_dtype} is not one of {', '.join(map(str, dtypes))}"
     given = {"gemm1_alpha": moe.swiglu_alpha, "gemm1_beta": moe.swiglu_beta, "gemm1_clamp_limit": moe.swiglu_limit}
-    return gate_obstacle(moe.activation, _Gate(**given))
+    return unsupported_gate(moe.activation, _Gate(**given))
 
 
 class _Gate:
@@ -181,7 +185,7 @@ class FlashmoeExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]
 
     def __init__(self, moe: Any) -> None:
         super().__init__(moe)
-        if admits(obstacle(moe)):
+        if admits(unsupported_reason(moe)):
             self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.TRITON, FlashmoeExperts
 
 
@@ -191,7 +195,7 @@ def admits(reason: str | None, what: str = "experts") -> bool:
         msg = f"vLLM's {what} would not run on flashmoe: {reason}; unset FLASHMOE_VLLM_EXPERTS or FLASHMOE_FALLBACK"
         raise ArgumentError(msg)
     if reason is not None:
-        tell(what, reason)
+        warn_once(what, reason)
     return reason is None
 
 

@@ -20,11 +20,13 @@ from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
 from flashmoe.attn.varlen import attention_varlen
 from flashmoe.errors import ArgumentError
-from flashmoe.integrations.vllm.attention import BLOCK, CACHES, cache_obstacle
+from flashmoe.integrations.vllm.attention import BLOCK, CACHES, unsupported_cache
 from flashmoe.mla.api import mla_decode
 
 HEAD_SIZE, MAX_HEADS = 576, 128
-MAX_PROMPT_HEAD_SIZE = 256  # of attention_varlen
+MAX_PROMPT_HEAD_SIZE = (
+    256  # models with latent attention need 192; attention_varlen supports up to 512, untested in this engine
+)
 CAPABILITY = (8, 0)
 
 
@@ -72,11 +74,11 @@ class FlashmoeMLABackend(MLACommonBackend):  # type: ignore[misc]
     def validate_configuration(cls, *arguments: Any, **configuration: Any) -> list[str]:
         """vLLM's reasons, and those that vLLM does not check itself."""
         reasons: list[str] = super().validate_configuration(*arguments, **configuration)
-        obstacle = cache_obstacle(configuration.get("kv_cache_dtype"), configuration.get("dtype"))
-        return [*reasons, *([obstacle] if obstacle else [])]
+        unsupported_reason = unsupported_cache(configuration.get("kv_cache_dtype"), configuration.get("dtype"))
+        return [*reasons, *([unsupported_reason] if unsupported_reason else [])]
 
 
-def heads_obstacle(num_heads: int | None) -> str | None:
+def unsupported_heads(num_heads: int | None) -> str | None:
     """Why this number of heads is not supported. vLLM passes it to the function that chooses a backend, not to the backend."""
     if num_heads is not None and num_heads > MAX_HEADS:
         return f"{num_heads} heads of latent attention; at most {MAX_HEADS}"
@@ -170,7 +172,7 @@ class FlashmoeMLAImpl(MLACommonImpl):  # type: ignore[misc]
         given["attn_type"] = None if attn_type == AttentionType.DECODER else attn_type
         for name, value in given.items():
             if value:
-                msg = f"{name} is {value}; flashmoe's latent attention has none: leave --attention-backend out"
+                msg = f"{name} is {value}; flashmoe's latent attention does not support it; remove --attention-backend"
                 raise ArgumentError(msg)
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,

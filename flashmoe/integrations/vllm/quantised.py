@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm.platforms import current_platform
 
 from flashmoe.errors import ArgumentError
-from flashmoe.integrations.vllm.experts import ACTIVATIONS, FlashmoeExperts, admits, obstacle
+from flashmoe.integrations.vllm.experts import ACTIVATIONS, FlashmoeExperts, admits, unsupported_reason
 from flashmoe.moe import scaled
 from flashmoe.moe.packed import BLOCK_BYTES, SIDE, can_pack, pack_mxfp4
 
@@ -117,15 +117,15 @@ def _pack_gpt_oss(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
-def fp8_obstacle(moe: Any, weight_key: Any, activation_key: Any) -> str | None:
+def unsupported_fp8(moe: Any, weight_key: Any, activation_key: Any) -> str | None:
     if moe.has_bias:
         return "fp8 experts with biases"
-    return obstacle(moe, FlashmoeFp8Experts, weight_key, activation_key)
+    return unsupported_reason(moe, FlashmoeFp8Experts, weight_key, activation_key)
 
 
 def _choose_fp8(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(config: Any, weight_key: Any, activation_key: Any, *arguments: Any, **options: Any) -> Any:
-        if config.moe_backend == "auto" and admits(fp8_obstacle(config, weight_key, activation_key), "fp8 experts"):
+        if config.moe_backend == "auto" and admits(unsupported_fp8(config, weight_key, activation_key), "fp8 experts"):
             return Fp8MoeBackend.TRITON, FlashmoeFp8Experts
         return theirs(config, weight_key, activation_key, *arguments, **options)
 
@@ -134,7 +134,7 @@ def _choose_fp8(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _choose_mxfp4(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(config: Any, activation_key: Any = None) -> Any:
-        reason = obstacle(config, FlashmoeMxfp4Experts, kMxfp4Static, activation_key)
+        reason = unsupported_reason(config, FlashmoeMxfp4Experts, kMxfp4Static, activation_key)
         if config.moe_backend == "auto" and admits(reason, "mxfp4 experts"):
             return Mxfp4MoeBackend.XPU, FlashmoeMxfp4Experts  # the backend that leaves the loaded weights unchanged
         return theirs(config, activation_key)

@@ -8,7 +8,7 @@ from typing import Any
 from flashmoe.errors import ArgumentError
 from flashmoe.fallback import FALLBACK_VARIABLE, fallback_policy
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def fall_back(selector: Any) -> None:
@@ -29,13 +29,13 @@ def fall_back(selector: Any) -> None:
         if backend is not None and backend.get_path() == _path(FlashmoeBackend):
             ours, reasons = _ours(attn_selector_config, num_heads, current_platform.get_device_capability())
             if reasons and fallback_policy() != "error":
-                tell("attention", "; ".join(reasons))
+                warn_once("attention", "; ".join(reasons))
                 backend = None
             elif (
                 current_platform.is_cpu() or ours is not FlashmoeBackend
             ):  # on a CPU vLLM does not ask the backend, and it knows only one class by the name
                 if reasons:
-                    msg = f"{backend} cannot compute this model: {'; '.join(reasons)}; leave the backend out"
+                    msg = f"{backend} cannot run this model: {'; '.join(reasons)}; remove --attention-backend"
                     raise ArgumentError(msg)
                 return ours
         return choose(backend, attn_selector_config, num_heads, **more)
@@ -51,22 +51,22 @@ def _ours(config: Any, num_heads: int | None, capability: Any) -> tuple[Any, lis
     from flashmoe.integrations.vllm.attention import FlashmoeBackend
 
     ours: Any = FlashmoeBackend
-    obstacle = None
+    unsupported_reason = None
     if getattr(config, "use_mla", False):
         from flashmoe.integrations.vllm import mla
 
-        ours, obstacle = mla.FlashmoeMLABackend, mla.heads_obstacle(num_heads)
+        ours, unsupported_reason = mla.FlashmoeMLABackend, mla.unsupported_heads(num_heads)
     reasons = list(ours.validate_configuration(device_capability=capability, **config._asdict()))
-    return ours, [*reasons, *([obstacle] if obstacle else [])]
+    return ours, [*reasons, *([unsupported_reason] if unsupported_reason else [])]
 
 
 def _path(backend: type) -> str:
     return f"{backend.__module__}.{backend.__qualname__}"
 
 
-def tell(what: str, reasons: str) -> None:
+def warn_once(what: str, reasons: str) -> None:
     """Warns once per process for each text."""
-    text = f"vLLM computes this model's {what}, not flashmoe: {reasons}; {FALLBACK_VARIABLE}=error refuses"
-    if text not in _told:
-        _told.add(text)
+    text = f"vLLM computes this model's {what}, not flashmoe: {reasons}; {FALLBACK_VARIABLE}=error rejects the model"
+    if text not in _warned:
+        _warned.add(text)
         warnings.warn(text, stacklevel=3)

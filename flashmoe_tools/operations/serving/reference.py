@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashmoe.attn.philox import kept
+from flashmoe.attn.philox import keep_mask
 from flashmoe_tools.operations import Verification
 from flashmoe_tools.operations.attention.problem import LSE_TOLERANCE
 from flashmoe_tools.operations.attention.reference import MAX_SCORES, Rule, ScoreOptions, attend, choose_pairs
@@ -70,7 +70,7 @@ class Inputs:
             return self.keep[sequence, head] / (1 - p)
         rows, keys = self.problem.lengths_q[sequence], self.problem.lengths_k[sequence]
         one = (range(sequence, sequence + 1), range(head, head + 1))
-        return kept(self.rng_state, p, *one, rows, keys)[0, 0] / (1 - p)
+        return keep_mask(self.rng_state, p, *one, rows, keys)[0, 0] / (1 - p)
 
     def poison(self) -> None:
         """Fills the memory that the caching allocator will use for the next result with NaN."""

@@ -20,7 +20,7 @@ Shapes = list[Sequence[int] | None]
 
 
 @dataclass(frozen=True)
-class Division:
+class ShardingStrategy:
     """A sharding over one mesh dimension: the placements of the inputs that are not replicated, and of all outputs.
 
     An output without a placement (None) stays a local tensor on each rank: only its own backward pass reads it.
@@ -29,26 +29,26 @@ class Division:
     name: str
     inputs: Mapping[str, Any]
     outputs: tuple[Any, ...]
-    divided: Callable[[Given], int] | None = None  # a size that must be a multiple of the number of ranks
+    divisible_size: Callable[[Given], int] | None = None  # a size that must be a multiple of the number of ranks
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """This rank's coordinates in the mesh, and the division over each mesh dimension."""
+class MeshStrategies:
+    """This rank's coordinates in the mesh, and the strategy over each mesh dimension."""
 
     mesh: DeviceMesh
-    chosen: tuple[Division, ...]
+    chosen: tuple[ShardingStrategy, ...]
 
     def share(self, name: str) -> tuple[int, int]:
-        """(index, number of shares): this rank's share of the mesh dimensions that use the division ``name``."""
+        """(index, number of shares): this rank's share of the mesh dimensions that use the strategy ``name``."""
         which, of = 0, 1
-        for dim, division in enumerate(self.chosen):
-            if division.name == name:
+        for dim, strategy in enumerate(self.chosen):
+            if strategy.name == name:
                 which, of = which * self.mesh.size(dim) + self.mesh.get_local_rank(dim), of * self.mesh.size(dim)
         return which, of
 
 
-def _as_given(local: dict[str, Any], given: Given, chosen: Chosen) -> dict[str, Any]:
+def _as_given(local: dict[str, Any], given: Given, chosen: MeshStrategies) -> dict[str, Any]:
     return local
 
 
@@ -59,18 +59,18 @@ class Rule:
 
     call: str
     main: Mapping[str, tuple[tuple[str, ...], ...]]
-    divisions: Callable[[Given], list[Division]]
+    strategies: Callable[[Given], list[ShardingStrategy]]
     outputs: int
     shapes: Callable[[Given, Given], Shapes]  # of the full results
     advice: str
-    prepare: Callable[[dict[str, Any], Given, Chosen], dict[str, Any]] = _as_given
+    prepare: Callable[[dict[str, Any], Given, MeshStrategies], dict[str, Any]] = _as_given
     added_up: frozenset[int] = (
         frozenset()
     )  # indices of results that are reduced here, because their users would otherwise reduce them several times
 
     @property
-    def replicated(self) -> Division:
-        return Division("replicated", {}, (Replicate(),) * self.outputs)
+    def replicated(self) -> ShardingStrategy:
+        return ShardingStrategy("replicated", {}, (Replicate(),) * self.outputs)
 
 
 def _same(names: Sequence[str], placement: Any) -> dict[str, Any]:
@@ -81,21 +81,21 @@ def _same(names: Sequence[str], placement: Any) -> dict[str, Any]:
 _QKV = ("q", "k", "v")
 _DENSE = ("batch", "heads", "sequence", "head_dim")
 _RAGGED = ("rows of all sequences", "heads", "head_dim")
-_SEQUENCES = "for a divided sequence use flashmoe.distributed.context_parallel_attention"
+_SEQUENCES = "for a sharded sequence use flashmoe.distributed.context_parallel_attention"
 
 
 def _key_heads(given: Given) -> int:
     return int(given["k"].shape[2 if given.get("block_table") is not None else 1])
 
 
-def _dense_divisions(names: Sequence[str], outputs: int) -> Callable[[Given], list[Division]]:
-    def divisions(given: Given) -> list[Division]:
+def _dense_strategies(names: Sequence[str], outputs: int) -> Callable[[Given], list[ShardingStrategy]]:
+    def strategies(given: Given) -> list[ShardingStrategy]:
         return [
-            Division("batch", _same(names, Shard(0)), (Shard(0),) * outputs),
-            Division("heads", _same(names, Shard(1)), (Shard(1),) * outputs, _key_heads),
+            ShardingStrategy("batch", _same(names, Shard(0)), (Shard(0),) * outputs),
+            ShardingStrategy("heads", _same(names, Shard(1)), (Shard(1),) * outputs, _key_heads),
         ]
 
-    return divisions
+    return strategies
 
 
 def _dense_shapes(given: Given, _: Given) -> Shapes:
@@ -121,7 +121,7 @@ def _first(shapes: Callable[[Given, Given], Shapes]) -> Callable[[Given, Given],
 
 
 def _varlen_inputs(given: Given) -> dict[str, dict[str, Any]]:
-    """For each division: the placements of the inputs of ragged, paged and windowed attention that are not replicated."""
+    """For each strategy: the placements of the inputs of ragged, paged and windowed attention that are not replicated."""
     has_pages = given.get("block_table") is not None
     is_ragged = given["cu_seqlens_q"] is not None
     heads = {"q": Shard(1), **_same(("k", "v"), Shard(2 if has_pages else 1)), "sinks": Shard(0), "mask": Shard(1)}
@@ -133,18 +133,18 @@ def _varlen_inputs(given: Given) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _varlen_divisions(is_backward: bool, outputs: int) -> Callable[[Given], list[Division]]:
-    def divisions(given: Given) -> list[Division]:
+def _varlen_strategies(is_backward: bool, outputs: int) -> Callable[[Given], list[ShardingStrategy]]:
+    def strategies(given: Given) -> list[ShardingStrategy]:
         inputs = _varlen_inputs(given)
         found = []
         for name, placed in inputs.items():
             out, lse = placed["out"], placed["lse"]
             sinks = Shard(0) if name == "heads" else Partial()
             placements = (out, out, out, sinks) if is_backward else (out, lse)[:outputs]
-            found.append(Division(name, placed, placements, _key_heads if name == "heads" else None))
+            found.append(ShardingStrategy(name, placed, placements, _key_heads if name == "heads" else None))
         return found
 
-    return divisions
+    return strategies
 
 
 def _varlen_shapes(given: Given, _: Given) -> Shapes:
@@ -153,12 +153,14 @@ def _varlen_shapes(given: Given, _: Given) -> Shapes:
     return [(*q.shape[:-1], v.shape[-1]), lse]
 
 
-def _append_divisions(given: Given) -> list[Division]:
+def _append_strategies(given: Given) -> list[ShardingStrategy]:
     has_pages = given["block_table"] is not None
     caches = _same(("k_cache", "v_cache"), Shard(2 if has_pages else 1))
-    found = [Division("heads", {**caches, **_same(("k_new", "v_new"), Shard(1))}, ())]
+    found = [ShardingStrategy("heads", {**caches, **_same(("k_new", "v_new"), Shard(1))}, ())]
     if not has_pages:
-        found.append(Division("batch", _same(("k_cache", "v_cache", "k_new", "v_new", "cache_seqlens"), Shard(0)), ()))
+        found.append(
+            ShardingStrategy("batch", _same(("k_cache", "v_cache", "k_new", "v_new", "cache_seqlens"), Shard(0)), ())
+        )
     return found
 
 
@@ -168,7 +170,7 @@ _CACHE_AXES = MappingProxyType(dict.fromkeys(("k_cache", "v_cache", "k_new", "v_
 
 
 # The experts' layer.
-_EXPERTS = "for tokens and experts divided over the same ranks use flashmoe.distributed.ExpertParallel"
+_EXPERTS = "for tokens and experts sharded over the same ranks use flashmoe.distributed.ExpertParallel"
 _LAYER_AXES = MappingProxyType(
     {
         "x": (("tokens", "hidden size"),),
@@ -184,21 +186,25 @@ def axes_of_weights(transposed: bool) -> tuple[int, int]:
     return (2, 1) if transposed else (1, 2)
 
 
-def _layer_divisions(outputs: Callable[[str, Given], tuple[Any, ...]]) -> Callable[[Given], list[Division]]:
-    def divisions(given: Given) -> list[Division]:
+def _layer_strategies(outputs: Callable[[str, Given], tuple[Any, ...]]) -> Callable[[Given], list[ShardingStrategy]]:
+    def strategies(given: Given) -> list[ShardingStrategy]:
         both, inner = axes_of_weights(given["transposed"])
         weights = ("w13", "w2", "b13", "b2")
         found = [
-            Division("tokens", _same(_ROUTED, Shard(0)), outputs("tokens", given)),
-            Division("experts", _same(weights, Shard(0)), outputs("experts", given), lambda g: int(g["w13"].shape[0])),
+            ShardingStrategy("tokens", _same(_ROUTED, Shard(0)), outputs("tokens", given)),
+            ShardingStrategy(
+                "experts", _same(weights, Shard(0)), outputs("experts", given), lambda g: int(g["w13"].shape[0])
+            ),
         ]
         if given["layout"] == "interleaved":  # otherwise gate and up would be on different ranks
             placed = {"w13": Shard(both), "w2": Shard(inner), "b13": Shard(1)}
-            size = Division("intermediate", placed, outputs("intermediate", given), lambda g: int(g["w2"].shape[inner]))
+            size = ShardingStrategy(
+                "intermediate", placed, outputs("intermediate", given), lambda g: int(g["w2"].shape[inner])
+            )
             found.append(size)
         return found
 
-    return divisions
+    return strategies
 
 
 def _layer_outputs(kept: int) -> Callable[[str, Given], tuple[Any, ...]]:
@@ -215,7 +221,7 @@ def _layer_gradients(name: str, given: Given) -> tuple[Any, ...]:
     return Partial(), Shard(both), Shard(inner), Partial(), Shard(1), Replicate()
 
 
-def _prepare_layer(local: dict[str, Any], given: Given, chosen: Chosen) -> dict[str, Any]:
+def _prepare_layer(local: dict[str, Any], given: Given, chosen: MeshStrategies) -> dict[str, Any]:
     """Numbers a rank's experts from 0; keeps terms that are not matrix products (shared, b2) on one rank of a sum only."""
     which, of = chosen.share("experts")
     if of > 1 and "topk_ids" in local:
@@ -245,8 +251,8 @@ def _gradient_shapes(given: Given, local: Given) -> Shapes:
     return [shapes["x"], shapes["w13"], shapes["w2"], (given["x"].shape[0], top_k), shapes["b13"], shapes["b2"]]
 
 
-def _route_divisions(given: Given) -> list[Division]:
-    return [Division("tokens", {"logits": Shard(0)}, (Shard(0), Shard(0), Partial()))]
+def _route_strategies(given: Given) -> list[ShardingStrategy]:
+    return [ShardingStrategy("tokens", {"logits": Shard(0)}, (Shard(0), Shard(0), Partial()))]
 
 
 def _route_shapes(given: Given, _: Given) -> Shapes:
@@ -255,49 +261,52 @@ def _route_shapes(given: Given, _: Given) -> Shapes:
 
 
 # Products of groups of rows: a [M, K], b [E, K, N]; or a [N, M], b [M, K], grouped along M.
-_ROWS_ADVICE = "groups of rows have no common length, so neither rows nor experts are divided"
+_ROWS_ADVICE = "groups of rows have no common length, so neither rows nor experts can be sharded"
 
 
-def _grouped_divisions(_: Given) -> list[Division]:
+def _grouped_strategies(_: Given) -> list[ShardingStrategy]:
     return [
-        Division("columns", {"b": Shard(2)}, (Shard(1),)),
-        Division("the size that is summed over", {"a": Shard(1), "b": Shard(1)}, (Partial(),)),
+        ShardingStrategy("columns", {"b": Shard(2)}, (Shard(1),)),
+        ShardingStrategy("the reduction dimension", {"a": Shard(1), "b": Shard(1)}, (Partial(),)),
     ]
 
 
-def _grouped_2d2d_divisions(_: Given) -> list[Division]:
-    return [Division("rows", {"a": Shard(0)}, (Shard(1),)), Division("columns", {"b": Shard(1)}, (Shard(2),))]
+def _grouped_2d2d_strategies(_: Given) -> list[ShardingStrategy]:
+    return [
+        ShardingStrategy("rows", {"a": Shard(0)}, (Shard(1),)),
+        ShardingStrategy("columns", {"b": Shard(1)}, (Shard(2),)),
+    ]
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
         "flash_attention_forward": Rule(
-            "attention", _ATTENTION_AXES, _dense_divisions(_QKV, 2), 2, _dense_shapes, _SEQUENCES
+            "attention", _ATTENTION_AXES, _dense_strategies(_QKV, 2), 2, _dense_shapes, _SEQUENCES
         ),
         "_flash_attention_inference": Rule(
-            "attention", _ATTENTION_AXES, _dense_divisions(_QKV, 1), 1, _first(_dense_shapes), _SEQUENCES
+            "attention", _ATTENTION_AXES, _dense_strategies(_QKV, 1), 1, _first(_dense_shapes), _SEQUENCES
         ),
         "_flash_attention_drop_in": Rule(
-            "attention", _ATTENTION_AXES, _dense_divisions(_QKV, 1), 1, _first(_dense_shapes), _SEQUENCES
+            "attention", _ATTENTION_AXES, _dense_strategies(_QKV, 1), 1, _first(_dense_shapes), _SEQUENCES
         ),
         "flash_attention_backward": Rule(
             "attention",
             _ATTENTION_AXES,
-            _dense_divisions((*_QKV, "grad_out", "grad_lse", "out", "lse"), 3),
+            _dense_strategies((*_QKV, "grad_out", "grad_lse", "out", "lse"), 3),
             3,
             _shapes_of_gradients(*_QKV),
             _SEQUENCES,
         ),
         "attention_varlen_forward": Rule(
-            "attention_varlen", _VARLEN_AXES, _varlen_divisions(False, 2), 2, _varlen_shapes, _SEQUENCES
+            "attention_varlen", _VARLEN_AXES, _varlen_strategies(False, 2), 2, _varlen_shapes, _SEQUENCES
         ),
         "_attention_varlen_inference": Rule(
-            "attention_varlen", _VARLEN_AXES, _varlen_divisions(False, 1), 1, _first(_varlen_shapes), _SEQUENCES
+            "attention_varlen", _VARLEN_AXES, _varlen_strategies(False, 1), 1, _first(_varlen_shapes), _SEQUENCES
         ),
         "attention_varlen_backward": Rule(
             "attention_varlen",
             _VARLEN_AXES,
-            _varlen_divisions(True, 4),
+            _varlen_strategies(True, 4),
             4,
             _shapes_of_gradients(*_QKV, "sinks"),
             _SEQUENCES,
@@ -305,18 +314,18 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "attention_append_": Rule(
             "attention_with_kvcache",
             _CACHE_AXES,
-            _append_divisions,
+            _append_strategies,
             0,
             lambda *_: [],
-            "keep a cache whole along its keys",
+            "do not shard a cache along its keys",
         ),
         "_fused_moe": Rule(
-            "fused_moe", _LAYER_AXES, _layer_divisions(_layer_outputs(5)), 6, _layer_shapes, _EXPERTS, _prepare_layer
+            "fused_moe", _LAYER_AXES, _layer_strategies(_layer_outputs(5)), 6, _layer_shapes, _EXPERTS, _prepare_layer
         ),
         "_fused_moe_inference": Rule(
             "fused_moe",
             _LAYER_AXES,
-            _layer_divisions(_layer_outputs(0)),
+            _layer_strategies(_layer_outputs(0)),
             1,
             _first(_layer_shapes),
             _EXPERTS,
@@ -325,7 +334,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "_fused_moe_backward": Rule(
             "fused_moe",
             _LAYER_AXES,
-            _layer_divisions(_layer_gradients),
+            _layer_strategies(_layer_gradients),
             6,
             _gradient_shapes,
             _EXPERTS,
@@ -335,15 +344,15 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "topk_route": Rule(
             "topk_route",
             MappingProxyType({"logits": (("tokens", "experts"),)}),
-            _route_divisions,
+            _route_strategies,
             3,
             _route_shapes,
-            "a choice needs all of a token's logits",
+            "routing needs all of a token's logits",
         ),
         "grouped_mm": Rule(
             "grouped_mm",
             MappingProxyType({"a": (("rows", "k"),), "b": (("experts", "k", "n"),)}),
-            _grouped_divisions,
+            _grouped_strategies,
             1,
             lambda given, _: [(given["a"].shape[0], given["b"].shape[2])],
             _ROWS_ADVICE,
@@ -351,7 +360,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "_grouped_mm_2d2d": Rule(
             "grouped_mm",
             MappingProxyType({"a": (("n", "rows"),), "b": (("rows", "k"),)}),
-            _grouped_2d2d_divisions,
+            _grouped_2d2d_strategies,
             1,
             lambda given, _: [(given["offsets"].shape[0], given["a"].shape[0], given["b"].shape[1])],
             _ROWS_ADVICE,

@@ -22,25 +22,25 @@ _operator = torch.ops.flashmoe._attention_varlen_out.default
 _e4m3_operator = torch.ops.flashmoe._attention_e4m3_out.default
 _bare_operator, _bare_e4m3_operator = _operator._op, _e4m3_operator._op  # as in varlen.py
 SIZES = "of the result's sizes"
-NO_GRADIENT = "out= is given, but a gradient is to be recorded; leave out= away, or call under torch.no_grad()"
+NO_GRADIENT = "out= is given, but a gradient is requested; remove out=, or call under torch.no_grad()"
 
 
 def call_of(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor | None) -> tuple[str, tuple[Any, ...]]:
     """The name of the operator for these keys, and its arguments; with scales if the keys are float8_e4m3fn."""
-    has_codes = e4m3.has_codes(given.k)
-    if not has_codes:
+    is_fp8 = e4m3.is_fp8(given.k)
+    if not is_fp8:
         e4m3.check_unscaled(k_scale, v_scale, given.k)
-    every: tuple[Any, ...] = (*given, *e4m3.scale_arguments(k_scale, v_scale)) if has_codes else given
+    operands: tuple[Any, ...] = (*given, *e4m3.scale_arguments(k_scale, v_scale)) if is_fp8 else given
     if out is None:
-        return "attention_e4m3_forward" if has_codes else "attention_varlen_forward", every
+        return "attention_e4m3_forward" if is_fp8 else "attention_varlen_forward", operands
     if not isinstance(out, Tensor):
         arguments.check_is_dense_tensor("out", out, SIZES)
-    return "_attention_e4m3_out" if has_codes else "_attention_varlen_out", (out, *every)
+    return "_attention_e4m3_out" if is_fp8 else "_attention_varlen_out", (out, *operands)
 
 
 def attend(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor) -> Tensor:
     """Writes and returns ``out``; raises what a call without ``out`` raises, and an error if ``out`` does not match the result."""
-    name, every = call_of(given, k_scale, v_scale, out)
+    name, operands = call_of(given, k_scale, v_scale, out)
     tensors = [one for one in (given.q, given.k, given.v, given.sinks, given.mask, out) if isinstance(one, Tensor)]
     if transforms_are_active() and not is_compiling():
         raise ArgumentError(NO_OUT_TRANSFORM)
@@ -49,23 +49,23 @@ def attend(given: Varlen, k_scale: e4m3.Scale, v_scale: e4m3.Scale, out: Tensor)
     if out.device != getattr(
         given.q, "device", out.device
     ):  # the dispatcher would follow a meta tensor and compute nothing
-        check(name, every)
+        check(name, operands)
     call = _e4m3_operator if name == "_attention_e4m3_out" else _operator
     if is_compiling():
-        call(*every)
+        call(*operands)
         return out
     try:
-        call(*every)
+        call(*operands)
     except Exception as error:
         arguments.check_is_dense_tensor("out", out, SIZES)
-        cause = arguments.explain_varlen(error, given, (name, every))
+        cause = arguments.explain_varlen(error, given, (name, operands))
         if cause is error:
             raise
         raise cause from error
     return out
 
 
-def attention_into(out: Tensor, given: Varlen, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
+def attention_out(out: Tensor, given: Varlen, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> None:
     """For engines that call each layer with tensors of their own making: only the operator, eager, without gradients.
 
     Keys in float8_e4m3fn need float32 scales. Raises the errors of :func:`attend`.
@@ -84,5 +84,5 @@ def check_alone(out: Any, *, has_dropout: bool, return_lse: bool) -> None:
     """Raise if a call with ``out`` also wants dropout or lse, which these operators do not have."""
     if out is not None and (has_dropout or return_lse):
         other = "dropout_p" if has_dropout else "return_lse=True"
-        msg = f"out= and {other} are both given; no operator has both: leave one of them out"
+        msg = f"out= and {other} are both given, which is not supported; remove one of them"
         raise ArgumentError(msg)
