@@ -96,9 +96,8 @@ def run_build(session: nox.Session, arguments: Sequence[str] = ()) -> None:
     target = dict(itertools.pairwise(arguments)).get("--platform") or os.environ.get("FLASHMOE_PLATFORM") or MACHINE
     if target in environment.MACHINES and target != MACHINE:
         environment.foreign_torch(target)
-    program(
-        session, python, "flashmoe_build.environments.lock", "lockfiles/build.txt"
-    )  # also sees packages from PYTHONPATH
+    # Also sees packages from PYTHONPATH
+    program(session, python, "flashmoe_build.environments.lock", "lockfiles/build.txt")
     program(session, python, "flashmoe_build", *arguments)
 
 

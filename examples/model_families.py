@@ -25,9 +25,7 @@ SMALL = dict.fromkeys(("hidden_size", "intermediate_size", "intermediate_size_ml
     "vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16, "num_local_experts": 4, "num_experts": 4,
 }  # fmt: skip
 LATENT = {"num_key_value_heads": 4, "q_lora_rank": 32, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
-MODELS: dict[
-    str, tuple[str, dict[str, Any]]
-] = {  # transformers' configuration, and the sizes that make it small, added to SMALL
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # transformers' configuration, and the small sizes added to SMALL
     "gpt-oss": ("GptOssConfig", {"head_dim": 32, "num_experts_per_tok": 2}),
     "deepseek": ("DeepseekV3Config", {**LATENT, "num_experts_per_tok": 2, "first_k_dense_replace": 1}),
     "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 32, "num_experts_per_tok": 2}),
@@ -57,9 +55,7 @@ class Routing:
 
     def __init__(self, model: Any) -> None:
         self.kept: dict[str, Any] = {}
-        self.others: dict[
-            str, torch.Tensor
-        ] = {}  # for each layer, the tokens for which the second call chose other experts
+        self.others: dict[str, torch.Tensor] = {}  # each layer's tokens for which the second call chose other experts
         self.hooks: list[Any] = []
         for name, module in model.named_modules():
             kind = type(module).__name__

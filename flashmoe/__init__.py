@@ -66,12 +66,8 @@ _LAZY = {
     "quantize_weights": "flashmoe.moe.api",
     "topk_route": "flashmoe.moe.api",
 }
-_MODULES = (
-    "compat",
-    "distributed",
-    "errors",
-    "integrations",
-)  # found as attributes, too, without an import of their own
+# Found as attributes, too, without an import of their own
+_MODULES = ("compat", "distributed", "errors", "integrations")
 
 __all__ = [
     "MLA",

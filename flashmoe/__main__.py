@@ -97,18 +97,16 @@ def _run(arguments: list[str]) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return ExitCode.USAGE if isinstance(error, ArgumentError) else ExitCode.FAILED
     except BrokenPipeError:  # `... | head`: the reader closed the pipe
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # otherwise the exit would flush into the same pipe
+        # Otherwise the exit would flush into the same pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.PIPE_CLOSED
     except OSError as error:
         message = explain_os_error(error)
         if message is None:
             raise
         print(message, file=sys.stderr)
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # otherwise the exit would fail to flush once more
+        # Otherwise the exit would fail to flush once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -138,9 +138,8 @@ def _load_library(path: Path) -> None:
     try:
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as error:
-        reason = str(
-            error.__cause__ or error
-        )  # torch 2.10 wraps the loader's message in an error that only names the file
+        # Torch 2.10 wraps the loader's message in an error that only names the file
+        reason = str(error.__cause__ or error)
         raise ExtensionError(explain_load_failure(path.name, reason, str(torch.__version__))) from error
 
 

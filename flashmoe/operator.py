@@ -28,17 +28,15 @@ class Operator:
     """
 
     name: str
-    fake: Callable[
-        ..., Any
-    ]  # returns the result's shapes, dtypes and strides; raises the typed errors that eager mode raises
+    # Returns the result's shapes, dtypes and strides; raises the typed errors that eager mode raises
+    fake: Callable[..., Any]
     flops: Callable[..., int]  # from the arguments' shapes, as FlopCounterMode counts torch's own operators
     counts_raw: bool = False  # flops takes the tensors themselves, because lengths held in tensors change the count
     # The tensors (or None) that autocast may cast: their positions, or the number of leading arguments; is_cast selects among them.
     autocast: int | tuple[int, ...] = 0
     is_cast: Callable[[Any], bool] = lambda value: value is not None
-    impls: Mapping[str, Callable[..., Any]] = field(
-        default_factory=dict
-    )  # by dispatch key; the function for Autograd gets the keyset as its first argument
+    # By dispatch key; the function for Autograd gets the keyset as its first argument
+    impls: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     vmap: Callable[..., Any] | None = None  # as torch.library.register_vmap takes it
     gradient: Callable[..., Any] | None = None  # as torch.library.register_autograd takes it
     setup_context: Callable[..., None] | None = (

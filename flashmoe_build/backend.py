@@ -35,6 +35,5 @@ def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) 
 
 
 def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
-    return hatchling.get_requires_for_build_wheel(
-        config_settings
-    )  # except the library needed only for links to several folders
+    # Except the library needed only for links to several folders
+    return hatchling.get_requires_for_build_wheel(config_settings)

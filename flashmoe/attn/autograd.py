@@ -408,9 +408,8 @@ varlen_backward = _transform(
 )
 dense = _transform("flash_attention_forward", Dense._fields, "q k v", "", *_DENSE_FORWARD)
 varlen = _transform("attention_varlen_forward", Varlen._fields, _BATCHED, _WITHOUT_BATCH, *_VARLEN_FORWARD)
-mask_backward = _transform(
-    "attention_mask_backward", VarlenBackward._fields, "q", "mask"
-)  # one call per mapped element
+# One call per mapped element
+mask_backward = _transform("attention_mask_backward", VarlenBackward._fields, "q", "mask")
 bias_gradient = _transform("attention_bias_gradient", BiasGradient._fields, "q", "mask")  # one call per mapped element
 # With dropout, a sequence's index in the batch is part of its random numbers, so the mapped dimension cannot join the batch.
 _STATE = ("dropout_p", "rng_state")

@@ -189,9 +189,8 @@ def _append_last(
     try:
         check_before(given, k_scale, v_scale, out)
     except FlashmoeError:
-        check_append(
-            cache, k_scale, v_scale
-        )  # an error that both checks find is reported for the caller's own arguments
+        # An error that both checks find is reported for the caller's own arguments
+        check_append(cache, k_scale, v_scale)
         raise
     if e4m3.is_fp8(cache[0]):
         e4m3.append(cache, k_scale, v_scale)

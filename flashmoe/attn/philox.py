@@ -10,12 +10,8 @@ from torch import Tensor
 _UNITS = 1 << 16  # p is a multiple of 1 / _UNITS
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 _WORD = (1 << 32) - 1
-_LATTICE = (
-    0xBBE05633,
-    0xA0F2EC75,
-    0xDB4F0B91,
-    0x89E18285,
-)  # the step of the limit's lattice for each word of the counter
+# The step of the limit's lattice for each word of the counter
+_LATTICE = (0xBBE05633, 0xA0F2EC75, 0xDB4F0B91, 0x89E18285)
 ROUNDS = 7
 
 

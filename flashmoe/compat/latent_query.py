@@ -70,9 +70,8 @@ def _attend(
     scores = (q @ k.mT + qv @ values.mT) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
-    own = torch.arange(q.shape[2], device=q.device).unsqueeze(1) + (
-        k.shape[2] - q.shape[2]
-    )  # the key at each row's own position
+    # The key at each row's own position
+    own = torch.arange(q.shape[2], device=q.device).unsqueeze(1) + (k.shape[2] - q.shape[2])
     key = torch.arange(k.shape[2], device=q.device)
     left, right = (-1, -1) if window is None else window
     right = 0 if causal else right

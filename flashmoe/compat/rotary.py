@@ -135,9 +135,8 @@ class RotaryEmbedding(torch.nn.Module):
         ):
             return
         self._seq_len_cached = seqlen
-        columns = torch.arange(
-            0, self.dim, 2, device=device, dtype=torch.float32
-        )  # recomputed, because .half() rounds the buffers
+        # Recomputed, because .half() rounds the buffers
+        columns = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         position = torch.arange(seqlen, device=device, dtype=torch.float32).unsqueeze(1)
         angle = position * self.base ** (-columns / self.dim)
         cos, sin = angle.cos(), angle.sin()

@@ -311,9 +311,8 @@ class _Gathered(torch.autograd.Function):
 
 
 def _all_gather(tensor: Tensor, group: ProcessGroup, rank: int, size: int) -> list[Tensor]:
-    gathered = tensor.new_empty(
-        (size * tensor.shape[0], *tensor.shape[1:])
-    )  # gloo needs them concatenated, not stacked
+    # Gloo needs them concatenated, not stacked
+    gathered = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
     with explained(CALL, group):
         dist.all_gather_into_tensor(gathered, tensor, group=group)
     return list(gathered.unflatten(0, (size, -1)).unbind(0))

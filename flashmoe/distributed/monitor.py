@@ -43,9 +43,8 @@ class Monitor:
     def __init__(self, store: Any) -> None:
         self.store = store
         self.heard: dict[int, tuple[int, float]] = {}  # by rank: its heartbeat count, and when that last changed
-        self.times: dict[
-            str, deque[tuple[float, int]]
-        ] = {}  # by group: times, and how many exchanges this rank had begun then
+        # By group: times, and how many exchanges this rank had begun then
+        self.times: dict[str, deque[tuple[float, int]]] = {}
         self.stuck: dict[str, float] = {}  # by group: since when this rank's queued work makes no progress
         self.suspected: dict[str, tuple[str, int]] = {}  # by group: what was found, and how often in a row
         self.next_look = 0.0

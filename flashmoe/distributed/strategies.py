@@ -64,9 +64,8 @@ class Rule:
     shapes: Callable[[Given, Given], Shapes]  # of the full results
     advice: str
     prepare: Callable[[dict[str, Any], Given, MeshStrategies], dict[str, Any]] = _as_given
-    added_up: frozenset[int] = (
-        frozenset()
-    )  # indices of results that are reduced here, because their users would otherwise reduce them several times
+    # Indices of results that are reduced here, because their users would otherwise reduce them several times
+    added_up: frozenset[int] = frozenset()
 
     @property
     def replicated(self) -> ShardingStrategy:

@@ -104,9 +104,8 @@ def _install() -> _Active:
     global _active
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Warning only once for all operators"
-        )  # overriding an operator is the purpose
+        # Overriding an operator is the purpose
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
         for name, (keys, function) in KERNELS.items():
             for key in keys:
                 if f"{name}/{key}" not in _torch_kernels:

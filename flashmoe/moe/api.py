@@ -19,9 +19,9 @@ from flashmoe.errors import ArgumentError
 from flashmoe.moe import autograd, errors, mxfp4, scaled, training
 from flashmoe.moe.options import Activation, Layer, Layout, Precision, Routing, Scales, Scoring
 from flashmoe.moe.training import QuantizedWeights
-from flashmoe.moe.training import (
-    quantize_weights as quantize_weights,
-)  # imported from here, because this module loads the extension
+
+# Imported from here, because this module loads the extension
+from flashmoe.moe.training import quantize_weights as quantize_weights
 from flashmoe.transforms import autocasted
 
 _extension.load()

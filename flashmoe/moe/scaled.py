@@ -119,9 +119,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(x.float(), (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
     magnitudes = padded.abs()
     largest = torch.where(magnitudes.isnan(), 0.0, magnitudes).amax(-1, keepdim=True)
-    scales = largest.clamp(min=_LEAST) * (
-        1.0 / LARGEST
-    )  # on a GPU torch turns a division by a constant into this product anyway
+    # On a GPU torch turns a division by a constant into this product anyway
+    scales = largest.clamp(min=_LEAST) * (1.0 / LARGEST)
     scaled = padded * (1.0 / scales)
     # Rounding may lift the largest value slightly over 448, which torch's conversion turns into NaN on some devices.
     values = scaled.clamp(-LARGEST, LARGEST).flatten(1)[:, :columns].to(E4M3)

@@ -122,9 +122,8 @@ def _init_checks(wheel: Wheel, facts: Mapping[str, ElfFacts], imported: set[str]
     checks = []
     for member, elf in facts.items():
         module, stem = module_of(member), module_of(member).rpartition(".")[2]
-        has_init = any(
-            symbol.name.startswith("PyInit") for symbol in elf.exported
-        )  # named differently: check_loads judges it
+        # Named differently: check_loads judges it
+        has_init = any(symbol.name.startswith("PyInit") for symbol in elf.exported)
         if module in imported and module not in sources and not has_init:
             checks.append(
                 failed(

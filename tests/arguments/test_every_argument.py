@@ -32,11 +32,8 @@ DESCRIBED_ALONE = {"mla_decode", "mla_append_"}  # Python on the CPU, tested in 
 PAIRS = 150  # pairs of changes per call
 MOST_ELEMENTS = 10**6  # limit for tensors that are allocated, not only described
 WRITTEN = {*KEPT, "preactivation"}  # _fused_moe_backward_consuming leaves the latter's contents undefined
-BY_TORCH = {
-    "_fused_moe_scaled_torch",
-    "_fused_moe_scaled_kept",
-    "_fused_moe_scaled_backward",
-}  # on the CPU: the rounding of its products depends on their strides
+# On the CPU: the rounding of its products depends on their strides
+BY_TORCH = {"_fused_moe_scaled_torch", "_fused_moe_scaled_kept", "_fused_moe_scaled_backward"}
 ROWS = [(*row, part) for part in (attention, experts, others) for row in part.ROWS]
 
 

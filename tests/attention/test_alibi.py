@@ -157,7 +157,7 @@ def test_transforms_autocast_and_compiled_code(device: str) -> None:
 def test_what_is_refused(device: str) -> None:
     q = torch.randn(2, 4, 8, 32, device=device).to(DTYPES[device][0])
     slopes = torch.rand(4, device=device)
-    with pytest.raises(ShapeError, match=r"alibi_slopes must be .* here is \[2, 4\]; found \[1, 3\]"):
+    with pytest.raises(ShapeError, match=r"alibi_slopes must be .* here \[2, 4\]; found \[1, 3\]"):
         flashmoe.attention(q, q, q, alibi_slopes=slopes[:3])
     with pytest.raises(ArgumentError, match="attn_mask and alibi_slopes are both given"):
         flashmoe.attention(q, q, q, alibi_slopes=slopes, attn_mask=torch.ones(8, 8, device=device, dtype=torch.bool))

@@ -147,7 +147,7 @@ def test_missing_library_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_override_that_names_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHMOE_LIBRARY", "/nonexistent/lib.so")
-    with pytest.raises(ExtensionError, match=r"FLASHMOE_LIBRARY names '/nonexistent/lib.so', which is no file"):
+    with pytest.raises(ExtensionError, match=r"FLASHMOE_LIBRARY is '/nonexistent/lib.so', which is not a file"):
         _extension.library_path()
 
 

@@ -353,7 +353,12 @@ ASK_FOR_THE_ISA = "from flashmoe import _extension\nprint(_extension.cpu_isa())\
             "ArgumentError: FLASHMOE_KERNEL is 'sm99'; supported: sm75, sm80, sm90",
         ),
         ("FLASHMOE_KERNEL", "sm90", USE_THE_CPU, "ran"),  # the variable only concerns GPU kernels
-        ("FLASHMOE_LIBRARY", "no/such/file", USE_THE_CPU, "ExtensionError: FLASHMOE_LIBRARY names 'no/such/file'"),
+        (
+            "FLASHMOE_LIBRARY",
+            "no/such/file",
+            USE_THE_CPU,
+            "ExtensionError: FLASHMOE_LIBRARY is 'no/such/file', which is not a file",
+        ),
     ],
 )
 def test_environment_variables(variable: str, value: str, code: str, words: str) -> None:

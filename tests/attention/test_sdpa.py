@@ -67,9 +67,8 @@ def _tensors(query: tuple[int, ...], key: tuple[int, ...], device: str, dtype: t
 def test_signature_is_torchs() -> None:
     ours = inspect.signature(flashmoe.scaled_dot_product_attention).parameters
     documented = "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False)"
-    known = [
-        p for p in ours.values() if p.kind is not p.VAR_KEYWORD
-    ]  # **misspelt is only there to reject misspelt keywords
+    # **misspelt is only there to reject misspelt keywords
+    known = [p for p in ours.values() if p.kind is not p.VAR_KEYWORD]
     assert tuple(p.name for p in known) == sdpa_dispatch.ARGUMENTS
     stated = [f"{p.name}={p.default}" if p.default is not p.empty else p.name for p in known]
     assert f"({', '.join(stated)})" == documented
@@ -138,7 +137,7 @@ def test_fallback_gives_torchs_result(name: str, device: str, monkeypatch: pytes
         expected = torch_attention(q, k, v, **keywords)
         torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
         monkeypatch.setenv("FLASHMOE_FALLBACK", "warn")
-        with pytest.warns(UserWarning, match="hands attention to torch"):
+        with pytest.warns(UserWarning, match="falls back to torch for attention"):
             flashmoe.scaled_dot_product_attention(q, k, v, **keywords)
         monkeypatch.setenv("FLASHMOE_FALLBACK", "error")
         with pytest.raises(ArgumentError, match=word):

@@ -104,7 +104,7 @@ def test_functions_raise_typed_errors(device: str) -> None:
         (lambda: cached(q, k, v, cache_seqlens=cu_q, seqused_k=cu_q), ArgumentTypeError, "write cache_seqlens="),
         (lambda: cached(q, k, v, cache_seqlens=cu_q, rotary_cos=q), ArgumentTypeError, "rotate q and k_new before"),
         (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, s_aux=cu_q), ArgumentTypeError, "write sinks="),
-        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, k_descale=cu_q), ArgumentTypeError, "no 8-bit keys"),
+        (lambda: varlen(q, k, v, cu_q, cu_k, 9, 9, k_descale=cu_q), ArgumentTypeError, "8-bit keys are not supported"),
     ]
     for call, kind, words in cases:
         with pytest.raises(kind, match=words):

@@ -81,7 +81,7 @@ def test_a_replacement_is_made_once(checkout: Path) -> None:
 @pytest.mark.parametrize(("old", "times"), [("gone", 0), ("int ", 2)])
 def test_a_replacement_that_is_not_unique_is_refused(checkout: Path, old: str, times: int) -> None:
     (checkout / "csrc" / "kernel.cuh").write_text("int a; int b;\n")
-    with pytest.raises(ArgumentError, match=f"stands {times} times in csrc/kernel.cuh"):
+    with pytest.raises(ArgumentError, match=f"occurs {times} times in csrc/kernel.cuh"):
         build_cost.measure_builds([BuildCase("all", "csrc/kernel.cuh", (old, "new"))], ())
 
 

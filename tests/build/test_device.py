@@ -199,9 +199,8 @@ def test_the_host_is_told_the_virtual_capability(root: Path) -> None:
     tables = load_tables(root / "csrc")
     units = list(tables.units(("sm_90a",)))
     source = kernel_table_source(tables, [PlacedBinary(unit, 0, 1, "") for unit in units])
-    assert (
-        source.count("static_assert(static_cast<int>(flashmoe::attention::axis::k") > 1
-    )  # in an order that host code relies on
+    # In an order that host code relies on
+    assert source.count("static_assert(static_cast<int>(flashmoe::attention::axis::k") > 1
     for unit in units:
         major, minor = unit.virtual_capability
         assert f'{{"{unit.name}", "sm_90a", 90, {10 * major + minor}, true, false, 0u, 1u}}' in source

@@ -265,9 +265,8 @@ def test_a_key_that_a_row_does_not_see_does_not_reach_its_gradient(
     assert dq[:, :, :50].isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16], ids=str
-)  # heads with few scores are computed in double for these
+# Heads with few scores are computed in double for these
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_offsets_of_more_than_32_bits(backend: Backend, dtype: torch.dtype) -> None:
     for problem in (Problem(3, 17, 40, 2, 2, batch=2), Problem(70, 150, 40, 2, 2, batch=2)):
         given, _ = _case(problem, dtype, 0.2, with_lse=False)

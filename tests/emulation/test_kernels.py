@@ -151,9 +151,8 @@ def assert_results_are_compared(trial: Trial, before: dict[str, Tensor]) -> None
 def test_timing_does_not_change_a_bit(policy: AsyncPolicy) -> None:
     """Whatever the interleaving and the time at which copies complete, the same inputs give the same bits."""
     dense = [case for case in CASES if "varlen" not in case.kernel.label and "append" not in case.kernel.label]
-    first_of_each = {
-        case.kernel.unit.row.family: case for case in reversed(dense)
-    }  # others leave NaN where they write nothing
+    # Others leave NaN where they write nothing
+    first_of_each = {case.kernel.unit.row.family: case for case in reversed(dense)}
     for case in first_of_each.values():
         outcomes = [run_case(case, Options(), policy=policy, seed=seed) for seed in (101, 202, 303)]
         assert all(outcome.passed for outcome in outcomes)

@@ -30,7 +30,7 @@ def passed(variant: str, problem: Product, seed: int) -> Outcome:
 
 def test_tiles_agree() -> None:
     shape = {"counts": (11, 0, 3), "n": 144, "k": 328, "top_k": 2}
-    flags = {"gathers": True, "has_bias": True, "keeps": True}
+    flags = {"gathers": True, "has_bias": True, "saves": True}
     problem = Product(GATED, "bf16", weights="nk", activation="swiglu", **shape, **flags)  # type: ignore[arg-type]
     small, *others = (passed(variant, problem, seed) for seed, variant in enumerate(("m8", "m8_deep", "m32")))
     for other in others:

@@ -65,7 +65,7 @@ def test_white_space_does_not_matter() -> None:
 
 def test_a_stale_anchor_is_an_error() -> None:
     stale = Mutant("stale", "", "attention/forward/tile.cuh", "this text is not in the file", "", ("x",))
-    with pytest.raises(TableError, match="stands 0 times"):
+    with pytest.raises(TableError, match="occurs 0 times"):
         patched(stale)
 
 

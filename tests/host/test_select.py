@@ -108,7 +108,9 @@ def test_cpu_only_build_says_so(choose_of_cpu_build: Chooser) -> None:
 
 
 def test_forced_family_that_does_not_exist(choose: Chooser) -> None:
-    with pytest.raises(Exception, match=r"flashmoe:argument: FLASHMOE_KERNEL=sm70 names no kernel family"):
+    with pytest.raises(
+        Exception, match=r"flashmoe:argument: FLASHMOE_KERNEL=sm70 is not a kernel family of this build"
+    ):
         choose(90, forced="sm70")
 
 

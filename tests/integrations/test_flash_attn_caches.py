@@ -309,7 +309,7 @@ def test_a_gradient_passes_rotary_embedding_in_place() -> None:
 @pytest.mark.parametrize("name", ["k_descale", "q_descale"])
 def test_what_flash_attn_3_has_more_is_refused_by_name(name: str) -> None:
     q = torch.randn(1, 4, 2, 32)
-    with pytest.raises(ArgumentError, match=f"{name} is .* flashmoe has no {name} .flash_attn 3"):
+    with pytest.raises(ArgumentError, match=f"{name} is .* flashmoe does not support {name} .flash_attn 3"):
         fa3.flash_attn_func(q, q, q, **{name: torch.ones(1)})
 
 

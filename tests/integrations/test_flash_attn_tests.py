@@ -56,9 +56,8 @@ def run(folder: Path, *words: str) -> str:
 
 def test_a_drawn_file_keeps_the_names_of_the_whole_one(tmp_path: Path) -> None:
     lengths, dims, masks, dtypes = ("1-9", "5-7", "8-8"), (32, 64, 80), (False, True), ("dtype0", "dtype1")
-    whole = {
-        "-".join(map(str, names)) for names in itertools.product(lengths, dims, masks, dtypes)
-    }  # like pytest without the plugin
+    # Like pytest without the plugin
+    whole = {"-".join(map(str, names)) for names in itertools.product(lengths, dims, masks, dtypes)}
     output = run(tmp_path, "--draw", "5", "--draw-seed", "3")
     some = set(re.findall(r"test_out\[(.*?)\] PASSED", output))
     assert len(some) == 5

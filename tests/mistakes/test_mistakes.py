@@ -97,7 +97,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     from flashmoe.attn import layout
     from flashmoe.compat import uninstall_flash_attn
 
-    monkeypatch.setattr(layout, "calls_left", 1)
+    monkeypatch.setattr(layout, "checks_left", 1)
     monkeypatch.chdir(tmp_path)
     yield
     uninstall_flash_attn()
@@ -128,7 +128,7 @@ def _rewrite() -> None:
 
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     for kind, typed, message in ROWS:
-        layout.calls_left = 1
+        layout.checks_left = 1
         written = io.StringIO()
         with contextlib.redirect_stderr(written):
             said = told(kind, typed, SimpleNamespace(readouterr=lambda: SimpleNamespace(err=written.getvalue())))  # noqa: B023

@@ -121,10 +121,8 @@ def run_pytest(
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("FLASHMOE_", "COV", "PYTEST"))}
     package = str(Path(lint.__file__).parents[1])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, str(tmp_path)]
-    alone = {
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "PYTEST_PLUGINS": "xdist.plugin",
-    }  # other plugins take a second per run
+    # Other plugins take a second per run
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     environ = {**kept, **alone, "PYTHONPATH": package, "CUDA_VISIBLE_DEVICES": "", **environ}
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
 

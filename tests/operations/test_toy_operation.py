@@ -23,7 +23,7 @@ from flashmoe_build import docs  # noqa: E402
 from flashmoe_build.compile.cache import Cache  # noqa: E402
 from flashmoe_build.compile.codegen import embed_source, index_json, kernel_table_source  # noqa: E402
 from flashmoe_build.compile.device import compile_units  # noqa: E402
-from flashmoe_build.compile.host import place  # noqa: E402
+from flashmoe_build.compile.host import layout_blob  # noqa: E402
 from flashmoe_build.compile.toolchain import find_toolchain  # noqa: E402
 from flashmoe_build.emulation import cases  # noqa: E402
 from flashmoe_build.emulation.build import Options  # noqa: E402
@@ -78,7 +78,7 @@ def built(tree: Path, tables: Tables, units: tuple[Unit, ...]) -> Path:
     """A library with its kernels, the generated kernel table and the host code for loading and launching."""
     toolchain = find_toolchain()
     code = compile_units(units, root=tree, toolchain=toolchain, cache=Cache(tree / "cache"), jobs=2, tables=tables)
-    blob, placed = place(code.units)
+    blob, placed = layout_blob(code.units)
     (tree / "binaries.bin").write_bytes(blob)
     (tree / "index.json").write_text(json.dumps(index_json(placed)))
     (tree / "embed.S").write_text(embed_source("binaries.bin", "index.json"))

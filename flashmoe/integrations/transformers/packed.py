@@ -88,10 +88,8 @@ def _mxfp4() -> tuple[type, type]:
             self.quant_method: Any = PREFIX + "mxfp4"
 
         def to_dict(self) -> dict[str, Any]:
-            return {
-                **super().to_dict(),
-                "quant_method": "mxfp4",
-            }  # so that the saved checkpoint is an ordinary mxfp4 one
+            # So that the saved checkpoint is an ordinary mxfp4 one
+            return {**super().to_dict(), "quant_method": "mxfp4"}
 
     class PackedMxfp4Quantizer(HfQuantizer):
         requires_calibration = False

@@ -31,11 +31,8 @@ ACTIVATIONS: dict[Any, tuple[Activation, Layout]] = {
     MoEActivation.GELU_TANH: ("geglu_tanh", "concat"),
     MoEActivation.SWIGLUOAI: ("clamped_swiglu", "interleaved"),
 }
-CLAMPED = {
-    "gemm1_alpha": CLAMPED_ALPHA,
-    "gemm1_beta": 1.0,
-    "gemm1_clamp_limit": CLAMPED_LIMIT,
-}  # what clamped_swiglu computes
+# What clamped_swiglu computes
+CLAMPED = {"gemm1_alpha": CLAMPED_ALPHA, "gemm1_beta": 1.0, "gemm1_clamp_limit": CLAMPED_LIMIT}
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
 
 

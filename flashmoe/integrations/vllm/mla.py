@@ -66,9 +66,8 @@ class FlashmoeMLABackend(MLACommonBackend):  # type: ignore[misc]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        return (
-            capability is not None and tuple(capability) >= CAPABILITY
-        )  # a CPU has no capability, and vLLM no MLA there
+        # A CPU has no capability, and vLLM no MLA there
+        return capability is not None and tuple(capability) >= CAPABILITY
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **configuration: Any) -> list[str]:

@@ -38,10 +38,8 @@ def encode(x: Tensor) -> Tensor:
     x = x.double()
     numbers = _numbers().to(x.device)
     borders, magnitude = (numbers[1:] + numbers[:-1]) / 2, x.abs().contiguous()
-    down, up = (
-        torch.bucketize(magnitude, borders),
-        torch.bucketize(magnitude, borders, right=True),
-    )  # differs only in ties
+    # Differs only in ties
+    down, up = (torch.bucketize(magnitude, borders), torch.bucketize(magnitude, borders, right=True))
     code = torch.where(down % 2 == 0, down, up) + 128 * torch.signbit(x)
     return torch.where(x.isnan(), NAN, code).to(torch.uint8)
 

@@ -23,9 +23,8 @@ def _recorded(prepare: Callable[[Inputs], Prepared], *, both: bool) -> Callable[
         mask = leaves[3] if is_learned else inputs.mask
         with _on_capture_stream() if both and inputs.q.is_cuda else nullcontext():
             prepared = prepare(replace(inputs, q=leaves[0], k=leaves[1], v=leaves[2], sinks=sinks, mask=mask))
-            out = (
-                prepared.call()
-            )  # kept with both too: autograd state of the leaves belongs to this stream while it lives
+            # Kept with both too: autograd state of the leaves belongs to this stream while it lives
+            out = prepared.call()
         needed = leaves if prepared.own is None else leaves[:3]  # without sinks or a mask
         dout = inputs.dout
         if out.dim() == 4:  # [B, Hq, Sq, D] from a dense call

@@ -70,9 +70,8 @@ class GradientReference:
     names: tuple[str, ...]
     forms: tuple[Form, ...]  # of dq, dk, dv and, if they exist, dsinks or dmask
     checked: tuple[Checked, ...]
-    shared: (
-        torch.Tensor | None
-    )  # dsinks [Hq], or dmask; None if only some sequences are checked, because then the sum is unknown
+    # dsinks [Hq], or dmask; None if only some sequences are checked, because then the sum is unknown
+    shared: torch.Tensor | None
     tolerances: tuple[float, ...]
     coverage: float
 

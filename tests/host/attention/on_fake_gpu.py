@@ -367,7 +367,7 @@ def test_consistent_calls_over_pages_that_no_kernel_with_their_bits_reads(option
     given: dict[str, Any] = {"cache_seqlens": torch.tensor([50], dtype=torch.int32), "consistent": True}
     given["block_table"] = torch.arange(5, dtype=torch.int32)[None]
     begin(90)
-    text = rf"consistent=True with {says}, head_dim 64 and pages of 12 keys: no kernel of compute capability 9\.0 has the bits"
+    text = rf"consistent=True with {says}, head_dim 64 and pages of 12 keys: no kernel of compute capability 9\.0 gives batch-invariant results"
     with pytest.raises(flashmoe.errors.ArgumentError, match=text):
         flashmoe.attention_with_kvcache(q, cache, cache, **given, **options)
 

@@ -241,7 +241,7 @@ def test_forced_families_and_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     begin(80)
     for options, words in (
         ({}, "multi-head latent attention"),
-        ({"codes": True}, "8-bit"),
+        ({"codes": True}, "FP8"),
         ({"sparse": True}, "indices"),
     ):
         with pytest.raises(flashmoe.errors.FlashmoeError, match=words):

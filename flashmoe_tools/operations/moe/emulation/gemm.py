@@ -42,7 +42,7 @@ def problems(unit: Unit) -> Iterator[Product]:
         return
     n //= 2
     yield make((m + 2, 0, 3), n + 72, 136, "nk", 11, activation="swiglu", saves=True, has_nan=True, unrouted=5)
-    both = {"is_interleaved": True, "keeps": True, "has_bias": True}  # gate and up interleaved
+    both = {"is_interleaved": True, "saves": True, "has_bias": True}  # gate and up interleaved
     yield make((0, 2 * m - 30, 40), n + 24, 72, "nk", 12, activation="clamped_swiglu", has_nan=True, **both)
     yield make((m, 64), n, 64, "kn", 13, activation="geglu", saves=True, has_bias=True, top_k=1)
     yield make((70, m + 1), n + 40, 80, "kn_pairs", 14, activation="geglu_tanh", **both)

@@ -159,7 +159,7 @@ def tiles_trial(unit: Unit, p: TilesProblem) -> Trial:
 
 
 def gated_problems(unit: Unit) -> Iterator[Product]:
-    """``n`` counts the columns of gate; ``keeps``: all results are requested."""
+    """``n`` counts the columns of gate; ``saves``: all results are requested."""
     base = Product(
         "grouped_gemm_gated_backward", unit.dtype, (70, 0, 129, 1), 256, 0, activation="swiglu", saves=True, unrouted=5
     )

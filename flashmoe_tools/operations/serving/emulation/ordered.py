@@ -22,9 +22,8 @@ from flashmoe_tools.tables import Unit
 
 GROUP = 16  # keys per product
 COLUMNS = 32  # columns per block of the second kernel
-ORDER = [
-    8 * (i // 2) + 2 * t + i % 2 for t in range(4) for i in range(4)
-]  # of a group's keys: four for each lane of a quad
+# Of a group's keys: four for each lane of a quad
+ORDER = [8 * (i // 2) + 2 * t + i % 2 for t in range(4) for i in range(4)]
 SPLITS = 1 << 20  # what the host passes to the first kernel: the smallest possible shares
 REDUCED = ("exact", "exact, ragged")
 ERROR = 1e-5  # error of a score in fp32, relative to the sum of its terms' magnitudes
