@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
+SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()  # older ones search the script's folder, or with -c the current one
+
 
 def run_python(
     *words: str, environ: Mapping[str, str] | None = None, folder: Path | None = None, timeout: float = 200
@@ -45,7 +47,7 @@ def _server() -> subprocess.Popen[bytes]:
     import flashmoe
 
     packages = str(Path(flashmoe.__file__).resolve().parents[1])  # after the installed ones
-    command = [sys.executable, "-P", __file__, packages]
+    command = [sys.executable, *SAFE_PATH, __file__, packages]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, start_new_session=True)
 
@@ -88,6 +90,8 @@ def _run(argv: list[str]) -> object:
 
 
 if __name__ == "__main__":
+    if not SAFE_PATH:
+        del sys.path[0]
     sys.path.append(sys.argv[1])
     status = _run(_serve())
     if isinstance(status, str):

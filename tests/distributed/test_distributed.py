@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from flashmoe.distributed import ExpertParallel, context_parallel_attention
 from flashmoe.errors import ArgumentTypeError, DistributedError
+from tests.forked_python import SAFE_PATH
 
 PROGRAM = Path(__file__).parent / "jobs.py"
 LIMIT = 300  # seconds
@@ -54,7 +55,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _run(group: str, folder: Path) -> None:
     size, device, jobs = GROUPS[group]
     jobs = [job for job in jobs if job != PEER or HAS_PEER]
-    command = [sys.executable, "-P", str(PROGRAM), str(size), str(folder), device, *jobs]
+    command = [sys.executable, *SAFE_PATH, str(PROGRAM), str(size), str(folder), device, *jobs]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as group_of_ranks:

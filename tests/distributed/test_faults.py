@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from distributed.faults import CASES, SLEEP, TIMEOUT
+from tests.forked_python import SAFE_PATH
 
 pytestmark = pytest.mark.gpu
 PROGRAM = Path(__file__).parent / "faults.py"
@@ -58,7 +59,7 @@ def ended(request: pytest.FixtureRequest) -> dict[str, list[Ended]]:
     begun = time.monotonic()
     started = {}
     for case in CASES:
-        command = [sys.executable, "-P", str(PROGRAM), case]
+        command = [sys.executable, *SAFE_PATH, str(PROGRAM), case]
         port = _port()
         started[case] = [
             subprocess.Popen(

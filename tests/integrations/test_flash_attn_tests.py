@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_tools.flash_attn_tests import PAIRS, drawn, pairwise
+from tests.forked_python import SAFE_PATH
 
 FILE = """
 import pytest, torch
@@ -37,7 +38,7 @@ def run(folder: Path, *words: str) -> str:
     path.write_text(FILE)
     command = [
         sys.executable,
-        "-P",
+        *SAFE_PATH,
         "-m",
         "pytest",
         "-c",

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import flashmoe
 from flashmoe_tools.operations.decoder.model import CONSISTENT, Decoder, Shape, generate
+from tests.forked_python import SAFE_PATH
 
 SMALL = Shape(layers=2, width=64, heads=4, heads_kv=2, head_dim=64, ffn=96, vocabulary=512)
 SMALL_EXPERTS = Shape(layers=2, width=64, heads=4, heads_kv=2, head_dim=64, ffn=96, vocabulary=512, experts=8, top_k=2)
@@ -113,11 +115,11 @@ print(hashlib.sha256(scored.cpu().numpy().tobytes()).hexdigest())
 """
 
 
-def test_every_rank_computes_the_same(device: str) -> None:
+def test_every_rank_computes_the_same(device: str, tmp_path: Path) -> None:
     """Attention, linear layers (with 64 heads: sums in segments) and experts, in two processes that score the same sequences at once, one
     as a single batch, the other one by one; on a GPU they share it."""
     ranks = [
-        subprocess.Popen([sys.executable, "-P", "-c", RANK, device, company], stdout=subprocess.PIPE)
+        subprocess.Popen([sys.executable, *SAFE_PATH, "-c", RANK, device, company], stdout=subprocess.PIPE, cwd=tmp_path)
         for company in ("4", "1")
     ]
     digests = {rank.communicate(timeout=100)[0] for rank in ranks}
