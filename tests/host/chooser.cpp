@@ -157,6 +157,8 @@ extern "C" void choose_more(int capability, const char* forced, int is_bf16, int
       if (options != 3 || both.fused == nullptr) continue;
       add(attention::select_storing(request, *both.fused));
       add(attention::select_scores_sum(request));
+      add(attention::select_bool_mask(request));
+      add(attention::select_bool_mask_tiles(request));
     }
     for (const int rows : {576, 4096}) {
       const attention::VarlenSelectorInput masked{request, head_dim, head_dim_v, 0, rows, 4096, 32, 8, 0, true};

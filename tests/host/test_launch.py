@@ -31,6 +31,7 @@ ATTENTION = (
     "select_chunks",
     "select_ordered",
     "select_wide",
+    "streamed_mask",
     "varlen",
     "varlen_arguments",
     "varlen_lengths",

@@ -11,6 +11,7 @@
 #include "attention/host/backends.h"
 #include "attention/host/backward_launch.h"
 #include "attention/host/select.h"
+#include "attention/host/streamed_mask.h"
 #include "attention/params/fused_backward.h"
 #include "attention/params/scores_sum.h"
 #include "host/copies.h"
@@ -138,8 +139,9 @@ ScoresSumParams scores_sum_params(const Gradients& gradients) {
           static_cast<int32_t>(adds_heads ? 1 : sizes[1])};
 }
 
+// visible: of a streamed mask.
 void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& kernels, const Gradients& gradients,
-               const host::Device& gpu) {
+               const VisibleTiles& visible, const host::Device& gpu) {
   const BackwardParams& params = launched.backward;
   const Kernel& fused = *kernels.fused;
   const Batch& sequences = params.sequences;
@@ -159,7 +161,7 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
     run_fused(given, used, queries, partials * params.heads_q, kDqPartialRows, tiles * params.heads_kv, maps, gpu, sum);
   };
   if (!is_streaming(fused)) return run(launched, key_value_gradient_maps, kernels);
-  MaskBackwardParams masked{params, nullptr, 0};
+  MaskBackwardParams masked{params, nullptr, 0, visible};
   BackwardKernels used = kernels;
   ScoresSumParams sum_params;
   if (VarlenArguments::has(gradients.scores)) {
@@ -177,7 +179,7 @@ void run_fused(const DropoutBackwardParams& launched, const BackwardKernels& ker
   run(
       masked,
       [&](const BackwardParams& backward, const Kernel& kernel) {
-        return mask_maps({backward, masked.scores_gradient, masked.scores_gradient_row}, kernel);
+        return mask_maps({backward, masked.scores_gradient, masked.scores_gradient_row, {}}, kernel);
       },
       used);
 }
@@ -263,11 +265,13 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
   const bool has_dropout = operands.forward.has_dropout();
   const Dropout dropout = has_dropout ? make_dropout(operands.forward) : Dropout{};
   if (needs_all && prefers_fused(kernels, params, operands.forward, gpu)) {
+    StreamedMask streamed;
     if (is_streaming(*kernels.fused)) {
-      operands.forward.mask = streamed_mask(operands.forward);
+      streamed = streamed_mask_of_tiles(operands.forward);
+      operands.forward.mask = host::alias(streamed.mask);
       params.score_options = make_varlen_params(operands.forward, {}).score_options;
     }
-    run_fused({params, dropout}, kernels, gradients, gpu);
+    run_fused({params, dropout}, kernels, gradients, streamed.tiles, gpu);
   } else {
     run_split({params, dropout}, kernels, gpu);
   }

@@ -419,6 +419,14 @@ const Kernel& select_first(const host::KernelRequest& request, const char* opera
   host::refuse(request, what);
 }
 
+const Kernel& select_bool_mask(const host::KernelRequest& request) {
+  return select_first(request, "attention_bool_mask", "a bool attn_mask");
+}
+
+const Kernel& select_bool_mask_tiles(const host::KernelRequest& request) {
+  return select_first(request, "attention_bool_mask_tiles", "a bool attn_mask");
+}
+
 const Kernel& select_append(const host::KernelRequest& request) {
   return select_first(request, "attention_append", "appending to a cache");
 }

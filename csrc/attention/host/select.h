@@ -197,6 +197,9 @@ const Kernel& select_row_dot(const host::KernelRequest& request);
 // The streamed-mask kernel that stores the gradient of the scores, in place of `fused`, which does not.
 const Kernel& select_storing(const host::KernelRequest& request, const Kernel& fused);
 const Kernel& select_scores_sum(const host::KernelRequest& request);
+// The kernels that prepare a bool mask to be streamed.
+const Kernel& select_bool_mask(const host::KernelRequest& request);
+const Kernel& select_bool_mask_tiles(const host::KernelRequest& request);
 
 // For a float8_e4m3fn cache: one kernel for any number of rows. Throws host::refuse() if there is none.
 const Kernel& select_e4m3(const host::KernelRequest& request, int32_t head_dim);

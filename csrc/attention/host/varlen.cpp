@@ -11,6 +11,7 @@
 #include "attention/host/backends.h"
 #include "attention/host/prepare.h"
 #include "attention/host/select.h"
+#include "attention/host/streamed_mask.h"
 #include "attention/params/ordered.h"
 #include "host/ceil_div.h"
 #include "host/copies.h"
@@ -50,10 +51,8 @@ bool is_streaming(const Kernel& kernel) { return std::strcmp(kernel.operation, k
 
 // The same tensors, with copies of those that the kernel cannot load in place.
 VarlenArguments loadable_arguments(const VarlenArguments& arguments, const Kernel& kernel) {
-  VarlenArguments result = with_operands(arguments, host::loadable(arguments.q, kernel),
-                                         host::loadable(arguments.k, kernel), host::loadable(arguments.v, kernel));
-  if (is_streaming(kernel)) result.mask = streamed_mask(arguments);
-  return result;
+  return with_operands(arguments, host::loadable(arguments.q, kernel), host::loadable(arguments.k, kernel),
+                       host::loadable(arguments.v, kernel));
 }
 
 // `launched`: params, or a block that begins with them.
@@ -67,7 +66,7 @@ void run_tiles(ForwardParams& params, const Kernel& kernel, const host::CudaCall
   }
   TensorMaps maps;
   if (kernel.num_tensor_maps > 0) {
-    const sm90::MaskForwardTensorMaps described = sm90::mask_forward_tensor_maps(params, kernel.block_n);
+    const sm90::MaskForwardTensorMaps described = sm90::mask_forward_tensor_maps({params, {}}, kernel.block_n);
     maps = encode(described, kernel.dtype, kKeyPromotion);
     if (is_streaming(kernel)) {
       maps[4] = host::encode_tensor_map(described.mask, kernel.dtype, "attn_mask");
@@ -192,8 +191,9 @@ void run_chunk(ForwardParams& params, const KernelPlan& plan, const host::CudaCa
 
 namespace {
 
+// visible: of a streamed mask.
 void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const VarlenPlan& plan,
-         const host::Device& gpu) {
+         const host::Device& gpu, const VisibleBlocks& visible = {}) {
   const Kernel& kernel = *plan.kernel;
   const bool is_decoding = plan.is_decoding;
   ForwardParams params = make_varlen_params(arguments, outputs);
@@ -208,6 +208,9 @@ void run(const VarlenArguments& arguments, const ForwardOutputs& outputs, const 
   if (arguments.has_dropout()) {
     DropoutForwardParams dropped{params, make_dropout(arguments)};
     run_tiles(dropped.forward, kernel, call, &dropped);
+  } else if (is_streaming(kernel)) {
+    MaskForwardParams masked{params, visible};
+    run_tiles(masked.forward, kernel, call, &masked);
   } else if (plan.ordered.values != nullptr) {
     run_ordered_decoding(params, plan.ordered, call);
   } else if (plan.chunk.forward != nullptr) {
@@ -457,11 +460,16 @@ void run_varlen(const VarlenArguments& arguments, const ForwardOutputs& outputs,
     run(arguments, outputs, plan, gpu);
     return;
   }
-  const VarlenArguments copied = loadable_arguments(arguments, kernel);
+  VarlenArguments copied = loadable_arguments(arguments, kernel);
+  StreamedMask streamed;
+  if (is_streaming(kernel)) {
+    streamed = streamed_mask(arguments);
+    copied.mask = host::alias(streamed.mask);
+  }
   ForwardOutputs padded;
   padded.out = is_aligned ? host::alias(outputs.out) : host::empty_like(outputs.out, host::padded_sizes(outputs.out));
   if (VarlenArguments::has(outputs.lse)) padded.lse = host::alias(outputs.lse);
-  run(copied, padded, plan, gpu);
+  run(copied, padded, plan, gpu, streamed.blocks);
   if (!is_aligned) host::copy_unpadded(padded.out, outputs.out);
 }
 

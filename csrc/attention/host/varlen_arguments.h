@@ -79,12 +79,6 @@ void make_scale_positive(VarlenArguments& arguments);
 bool has_softcap(const VarlenArguments& arguments);
 // True if mask is float32 with two dimensions: [batch, heads_q].
 bool has_alibi(const VarlenArguments& arguments);
-// Returns whether the only score modification is a mask of dense rows and keys that a kernel can stream: an additive
-// one with an element for each row and key that a tensor map can describe, or a bool one worth converting to that.
-bool streams_mask(const VarlenArguments& arguments);
-// That mask: the caller's, or a new one of 0 and -inf in q's type.
-Tensor streamed_mask(const VarlenArguments& arguments);
-
 // The most keys that a sequence can have: max_seqlen_k, or the keys that fit the tensors.
 int32_t most_keys(const VarlenArguments& arguments);
 

@@ -69,35 +69,6 @@ ScoreOptions make_score_options(const VarlenArguments& arguments) {
   return options;
 }
 
-// The distinct matrices of rows and keys in a mask: sequences and heads that share one count once.
-struct OwnMatrices {
-  int64_t sizes[4];
-  int64_t strides[4];
-
-  explicit OwnMatrices(const VarlenArguments& arguments)
-      : sizes{1, 1, arguments.max_seqlen_q, arguments.max_seqlen_k}, strides{} {
-    for (int axis = 0; axis < 4; ++axis) {
-      const int64_t size = arguments.mask.sizes()[axis], stride = arguments.mask.strides()[axis];
-      if (size == 1 || stride == 0) continue;
-      sizes[axis] = size;
-      strides[axis] = stride;
-    }
-  }
-  int64_t count() const { return sizes[0] * sizes[1]; }
-};
-
-// H200, 16 heads of 2048 rows. us to convert a bool mask, and us of the whole call with and without: one matrix per
-// sequence, 4 sequences: 57 us, forward 258 instead of 519 (D=64) and 330 instead of 586 (D=128), backward 469 instead
-// of 998 and 745 instead of 1392; one per head of each sequence: 830 us, forward 1037 instead of 594, backward 1269
-// instead of 1076.
-bool is_made_additive(const VarlenArguments& arguments) {
-  constexpr int64_t kMostBytes = int64_t{1} << 30;
-  constexpr int64_t kMinShares = 4;  // heads and sequences per matrix
-  const OwnMatrices own(arguments);
-  return own.count() * own.sizes[2] * own.sizes[3] * host::kElementBytes <= kMostBytes &&
-         own.count() * kMinShares <= arguments.batch() * arguments.heads_q();
-}
-
 int32_t rows_of(const VarlenArguments& arguments) {
   const int64_t rows = arguments.max_seqlen_q;
   return static_cast<int32_t>(arguments.has_ragged_rows() ? std::min(rows, arguments.q.sizes()[0]) : rows);
@@ -159,35 +130,6 @@ void make_scale_positive(VarlenArguments& arguments) {
 bool has_alibi(const VarlenArguments& arguments) {
   return VarlenArguments::has(arguments.mask) && arguments.mask.dim() == 2 &&
          arguments.mask.dtype() == aoti_torch_dtype_float32();
-}
-
-bool streams_mask(const VarlenArguments& arguments) {
-  const Tensor& mask = arguments.mask;
-  if (!VarlenArguments::has(mask) || has_alibi(arguments) || has_softcap(arguments) || mask.dim() != 4) return false;
-  if (VarlenArguments::has(arguments.cu_seqlens_q) || VarlenArguments::has(arguments.cu_seqlens_k)) return false;
-  if (is_bool(mask)) return is_made_additive(arguments);
-  const int64_t *sizes = mask.sizes(), *strides = mask.strides();
-  const auto is_aligned = [](int64_t stride) { return stride >= 0 && stride % host::kRowAlignElements == 0; };
-  return sizes[2] == arguments.max_seqlen_q && sizes[3] == arguments.max_seqlen_k && strides[3] == 1 &&
-         strides[2] > 0 && is_aligned(strides[2]) && (sizes[1] == 1 || is_aligned(strides[1])) &&
-         (sizes[0] == 1 || is_aligned(strides[0])) &&
-         reinterpret_cast<uintptr_t>(mask.data()) % (2 * host::kRowAlignElements) == 0;
-}
-
-Tensor streamed_mask(const VarlenArguments& arguments) {
-  const Tensor& mask = arguments.mask;
-  if (!is_bool(mask)) return host::alias(mask);
-  const OwnMatrices own(arguments);
-  const int64_t keys = (own.sizes[3] + host::kRowAlignElements - 1) / host::kRowAlignElements * host::kRowAlignElements;
-  const Tensor padded = host::empty({own.sizes[0], own.sizes[1], own.sizes[2], keys}, arguments.torch_dtype,
-                                    arguments.device_type, arguments.device_index);
-  Tensor made = host::view_of(padded, own.sizes, padded.strides());
-  // log(1) = 0 and log(0) = -inf.
-  StableIValue stack[2] = {torch::stable::detail::from(host::view_of(mask, 4, own.sizes, own.strides).release()),
-                           torch::stable::detail::from(host::alias(made).release())};
-  host::check_shim(torch_call_dispatcher("aten::log", "out", stack, TORCH_ABI_VERSION), "log");
-  const Tensor returned(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
-  return made;
 }
 
 bool has_softcap(const VarlenArguments& arguments) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/params/backward.h"
+#include "attention/params/bool_mask.h"
 
 namespace flashmoe::attention {
 
@@ -11,6 +12,7 @@ struct MaskBackwardParams {
   BackwardParams backward;
   void* scores_gradient;
   int64_t scores_gradient_row;  // elements, a multiple of eight
+  VisibleTiles visible;
 };
 
 }  // namespace flashmoe::attention

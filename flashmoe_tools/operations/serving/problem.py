@@ -14,7 +14,9 @@ from flashmoe_tools.operations import DTYPE_BYTES, ProblemBase, fields
 SHORT = {"one": 512, "one34": 34}  # length of the other sequences if one is long
 SPREADS = ("equal", "shared", "ramp", "mixed", *SHORT)
 MIXED = (4096, 3000, 2500, 2000, 1500, 1200, 900, 600, 300, 150, 100, 38)  # relative to 4096
-MASKS = ("none", "additive", "bool", "learned")
+BOOL_MASKS = ("bool", "padding", "documents")
+MASKS = ("none", "additive", *BOOL_MASKS, "learned")
+DOCUMENTS = 8  # in a sequence
 CACHES = ("own", "e4m3")
 _SIZES = ("head_dim", "heads", "heads_kv", "batch", "seq_q", "seq_k")
 _NAMES = {"heads": "heads_q"}  # fields whose name in the problem differs
@@ -37,7 +39,7 @@ _FIELDS = {
 _KEY = re.compile(
     r"serve-(?P<dtype>\w+)-d(?P<d>\d+)-(?P<mask>causal|full)-b(?P<b>\d+)-h(?P<h>\d+)kv(?P<kv>\d+)-q(?P<q>\d+)k(?P<k>\d+)"
     r"(-p(?P<p>\d+))?(-(?P<spread>shared|ramp|mixed|one34|one))?(-w(?P<w>\d+))?(-cap(?P<cap>\d+))?(?P<sinks>-sinks)?"
-    r"(-(?P<tensor>additive|bool|learned))?(?P<alibi>-alibi)?(-sd(?P<sd>\d+))?(?P<cache>-e4m3)?(-drop(?P<drop>\d+))?"
+    r"(-(?P<tensor>additive|bool|padding|documents|learned))?(?P<alibi>-alibi)?(-sd(?P<sd>\d+))?(?P<cache>-e4m3)?(-drop(?P<drop>\d+))?"
 )
 
 
@@ -51,8 +53,9 @@ class ServingProblem(ProblemBase):
     34. The mask is bottom-right.
 
     ``window``: how many keys a row sees, including its own; 0: all. ``softcap``: 0 for none. ``sinks``: a logit per
-    head that is added to the sum. ``mask``: a tensor per sequence, the same for all heads; learned: an additive one per
-    head, the same for all sequences, with a gradient. ``deviation``: of the scores, before the softcap. ``alibi``: a
+    head that is added to the sum. ``mask``: a tensor per sequence, the same for all heads; padding: a bool one, causal, in a
+    batch padded at the end, of which the shortest sequence fills half; documents: a bool one, causal within each of
+    eight documents; learned: an additive one per head, the same for all sequences, with a gradient. ``deviation``: of the scores, before the softcap. ``alibi``: a
     slope per head, 2^(-8 / heads) and its powers. ``cache``: the format of keys and values, the queries' dtype or e4m3.
     ``dropout``: p in percent.
     """
@@ -144,11 +147,23 @@ class ServingProblem(ProblemBase):
     @property
     def flops(self) -> int:
         """Two matrix products over the visible scores; half of them for a causal square, as in published numbers."""
+        if self.mask in ("padding", "documents"):
+            return 4 * self.heads_q * self.head_dim * sum(map(sum, self.visible_keys))
         scores = 0
         for rows, keys in zip(self.lengths_q, self.lengths_k, strict=True):
             hidden = 0 if not self.causal else rows * rows // 2 if rows == keys else rows * (rows - 1) // 2
             scores += self._windowed(keys) - self._windowed(keys - rows) if self.window else rows * keys - hidden
         return 4 * self.heads_q * scores * self.head_dim
+
+    @property
+    def visible_keys(self) -> list[list[int]]:
+        """For a mask of padding or documents: how many keys each row of each sequence sees; they are the last ones up to the row's own."""
+        rows, batch = range(self.seq_q), self.batch
+        if self.mask == "documents":
+            length = -(-self.seq_k // DOCUMENTS)
+            return [[row % length + 1 for row in rows]] * batch
+        kept = [self.seq_k * (batch + index) // (2 * batch - 1 or 1) for index in range(batch)]
+        return [[min(row + 1, own) for row in rows] for own in kept]
 
     def _windowed(self, rows: int) -> int:
         """The scores that the first rows of a sequence see of its window."""
@@ -168,7 +183,7 @@ class ServingProblem(ProblemBase):
 
     @property
     def mask_bytes(self) -> int:
-        size = {"none": 0, "bool": 1}.get(self.mask, DTYPE_BYTES[self.dtype])
+        size = 0 if self.mask == "none" else 1 if self.mask in BOOL_MASKS else DTYPE_BYTES[self.dtype]
         return size * (self.heads_q if self.mask == "learned" else self.batch) * self.seq_q * self.seq_k
 
     def to_json(self) -> dict[str, Any]:
@@ -238,6 +253,8 @@ class ServingProblem(ProblemBase):
             fields.fail(where, "dropout", self.dropout, "a percentage below 100, without pages, which serve inference")
         if self.window and not self.causal:
             fields.fail(where, "causal", self.causal, "true with a window, whose last key is the row's own")
+        if self.mask in ("padding", "documents") and self.seq_q != self.seq_k:
+            fields.fail(where, "mask", self.mask, "as many queries as keys: rows and keys are the same tokens")
         if self.mask != "none" and (self.causal or self.page_size or self.spread != "equal"):
             fields.fail(
                 where, "mask", self.mask, "equal sequences without pages and causal = false, as others take masks"

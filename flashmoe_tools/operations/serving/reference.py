@@ -85,11 +85,20 @@ class Inputs:
         return tensor[pages].flatten(0, 1)[:keys]
 
 
+def _visible(problem: ServingProblem, device: str) -> torch.Tensor:
+    """A mask of padding or documents: bool [batch, 1, rows, keys]."""
+    key = torch.arange(problem.seq_k, device=device)
+    seen = torch.tensor(problem.visible_keys, device=device)[..., None]
+    row = torch.arange(problem.seq_q, device=device)[:, None]
+    last = row if problem.mask == "documents" else torch.minimum(row, seen - 1)  # the last key that a row sees
+    return ((key <= last) & (key > last - seen))[:, None]
+
+
 def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
     """Standard normal values, queries times the scores' deviation, pages in random order.
 
     The seed depends only on the run's seed and the problem. A mask hides three keys in ten; an additive one adds normal
-    values to the others. A learned one hides none.
+    values to the others. A learned one hides none, and one of padding or documents nothing else.
     """
     generator = torch.Generator(device=device)
     generator.manual_seed(zlib.crc32(f"{seed} {problem.key}".encode()))  # the CPU generator reads 32 bits
@@ -129,6 +138,8 @@ def make_inputs(problem: ServingProblem, device: str, seed: int) -> Inputs:
         sinks = values(problem.heads_q).float()
     if problem.mask == "learned":
         mask = values(1, problem.heads_q, problem.seq_q, problem.seq_k)
+    elif problem.mask in ("padding", "documents"):
+        mask = _visible(problem, device)
     elif problem.mask != "none":
         drawn = values(problem.batch, 1, problem.seq_q, problem.seq_k)
         hidden = drawn < HIDDEN

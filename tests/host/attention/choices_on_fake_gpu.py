@@ -127,10 +127,11 @@ def wanted(capability: int, c: dict[str, Any]) -> list[str] | None:
         assert combine is not None
         return [symbol, combine.symbol][: 1 + (shares > 1)]
     is_long = min(rows, keys) >= 512 and operation != DECODED
-    if scored and c["kind"] == "additive" and not is_ragged and c["num_splits"] == 0 and is_long:
+    if scored and c["kind"] in ("bool", "additive") and not is_ragged and c["num_splits"] == 0 and is_long:
         own = rules.find(capability, "bf16", "attention_mask_forward", kernel.row.family, "", p["head_dim"])
         if own is not None and own.head_dim == kernel.head_dim:
-            return [own.symbol]
+            converting = ["flashmoe_attention_bool_mask_sm90_bf16"] if c["kind"] == "bool" else []
+            return [*converting, own.symbol]
     few = None
     if c["num_splits"] == 1 and is_ragged and operation != DECODED:
         few = rules.varlen(capability, {**p, **as_tiles, "rows": rules.FEW_ROWS}, many)
@@ -151,7 +152,7 @@ def test_ragged_paged_and_banded_calls() -> None:
         found = launches()
         assert [launch["symbol"] for launch in found] == expected, (capability, c)
         operations |= {launch["operation"] for launch in found}
-    assert len(operations) == 8, operations
+    assert len(operations) == 9, operations
 
 
 def test_dense_calls() -> None:

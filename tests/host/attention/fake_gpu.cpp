@@ -14,6 +14,7 @@
 #include "attention/host/e4m3.h"
 #include "host/tile_counters.h"
 #include "loops.h"
+#include "mask_loops.h"
 
 namespace flashmoe {
 namespace attention {
@@ -146,6 +147,10 @@ std::string run_forward(const std::string& kind, const host::Kernel& kernel, int
   }
   const bool is_streamed = std::strcmp(kernel.operation, kMaskForward) == 0;
   if (is_streamed && !is_additive_of_every_head(p.score_options)) return "no additive mask of every head";
+  if (g_computes && is_streamed) {
+    const std::string hidden = check_visible(static_cast<const MaskForwardParams*>(arguments[0])->visible, p);
+    if (!hidden.empty()) return hidden;
+  }
   if (g_computes) forward(p, kernel, beside);
   std::vector<const void*> tensors{p.q, p.k, p.v, p.out};
   if (is_streamed) tensors.push_back(p.score_options.mask);
@@ -221,6 +226,14 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
     const int64_t chunks = p.num_sums * p.size / 8;
     if (p.size % 8 != 0 || grid != ceil_div(chunks, int64_t{kernel.threads} * kScoresSumChunks)) return "another grid";
     if (g_computes) scores_sum(p);
+  } else if (kind == "bool_mask") {
+    const auto& p = *static_cast<const BoolMaskParams*>(arguments[0]);
+    const int64_t blocks =
+        ceil_div(p.rows, int64_t{kMaskBlock}) * ceil_div(p.keys, int64_t{kMaskBlock} * kMaskWordBlocks);
+    if (p.additive_row % 8 != 0 || p.additive_row < p.keys || grid % blocks != 0) return "rows or a grid that is none";
+    if (g_computes) bool_mask(p, grid);
+  } else if (kind == "bool_mask_tiles") {
+    if (g_computes) return bool_mask_tiles(*static_cast<const BoolMaskTilesParams*>(arguments[0]), grid);
   } else if (kind == "bias_gradient") {
     const auto& p = *static_cast<const BiasGradientParams*>(arguments[0]);
     const bool has_dropout = std::strcmp(kernel.variant, "dropout") == 0;
@@ -273,6 +286,8 @@ std::string run_kernel(const host::Kernel& kernel, int64_t grid, void** argument
       const auto& masked = *static_cast<const MaskBackwardParams*>(arguments[0]);
       if ((masked.scores_gradient != nullptr) != (std::strcmp(kernel.variant, "gradient") == 0))
         return "not its kernel";
+      const std::string hidden = check_visible(masked.visible, p);
+      if (!hidden.empty()) return hidden;
       if (g_computes) scores_gradient(masked, kernel);
       tensors.push_back(p.score_options.mask);
       tensors.push_back(masked.scores_gradient != nullptr ? masked.scores_gradient : p.score_options.mask);

@@ -11,12 +11,10 @@
 #include "attention/host/axes.h"
 #include "attention/params/append.h"
 #include "attention/params/bias_gradient.h"
-#include "attention/params/mask_backward.h"
 #include "attention/params/e4m3.h"
 #include "attention/params/fused_backward.h"
 #include "attention/params/merge.h"
 #include "attention/params/row_dot.h"
-#include "attention/params/scores_sum.h"
 #include "codes.h"
 #include "host/ceil_div.h"
 #include "host/kernel_table.h"
@@ -348,30 +346,6 @@ void key_value_gradient(const BackwardParams& p, const Dropout* dropout, const h
       for (int32_t c = 0; c < columns_v; ++c) store(p.dv, s.of_key(p.dv_stride, head_kv, key) + c, dv[c]);
     }
   });
-}
-
-// Written by the fused kernel if its caller needs it.
-void scores_gradient(const MaskBackwardParams& p, const host::Kernel& kernel) {
-  if (p.scores_gradient == nullptr) return;
-  for_heads(p.backward, kernel, [&](const auto& s, int32_t head, int32_t head_kv) {
-    for (int32_t row = 0; row < s.rows; ++row) {
-      for (int32_t key = 0; key < s.keys; ++key) {
-        const int64_t at_row = (int64_t{s.number_} * p.backward.heads_q + head) * s.rows + row;
-        store(p.scores_gradient, at_row * p.scores_gradient_row + key,
-              differentiate(p.backward, nullptr, s, head, head_kv, row, key, p.backward.head_dim_v).of_score);
-      }
-    }
-  });
-}
-
-void scores_sum(const ScoresSumParams& p) {
-  for (int64_t at = 0; at < p.num_sums * p.size; ++at) {
-    float sum = 0.0F;
-    for (int64_t i = 0; i < p.count; ++i) {
-      sum += load(p.scores, (at / p.size * p.first + i * p.step) * p.size + at % p.size);
-    }
-    store(p.sums, at, sum);
-  }
 }
 
 // In a folded dimension the kernel's block is the whole dimension; each sequence and head belongs to one of the parts.

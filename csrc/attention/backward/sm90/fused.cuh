@@ -254,8 +254,9 @@ struct FusedQueries {
 
 // One thread per buffer: adds its content to the partial in global memory once the semaphore has reached this tile's
 // rank. Rank 0 stores, so the partials need no zeroing.
-template <typename Spec>
-__device__ __forceinline__ void add_sums(const BackwardParams& params, const FusedMemory<Spec>& shared, int buffer) {
+template <typename Spec, typename Mask>
+__device__ __forceinline__ void add_sums(const BackwardParams& params, const FusedMemory<Spec>& shared, int buffer,
+                                         const Mask& mask) {
   float* sums_gmem = static_cast<float*>(params.dq);
   const int64_t num_partials =
       Spec::kIsVarlen ? static_cast<int64_t>(params.heads_q) * dq_partials(params).count()
@@ -266,8 +267,8 @@ __device__ __forceinline__ void add_sums(const BackwardParams& params, const Fus
     uint32_t words[4];
     ptx::ld_shared_128(words, shared.partial_record(buffer));
     const int partial = static_cast<int>(words[0]);
-    const int rank = static_cast<int>(words[1]);
     if (partial < 0) break;
+    const int rank = mask.rank_of(params, partial, static_cast<int>(words[1]));
     float* partial_gmem = sums_gmem + partial * static_cast<int64_t>(Spec::kQueryBytes / 4);
     ptx::semaphore_wait(semaphores_gmem + partial, rank);
     if (rank == 0) {
@@ -323,7 +324,7 @@ __device__ __forceinline__ void fused_gradient(const BackwardParams& params, con
     } else if (kMask == MaskKind::kRuntime && warp == Spec::kQueryBuffers + 1) {
       if constexpr (kMask == MaskKind::kRuntime) produce_varlen_statistics<Spec>(params, shared, 0);
     } else if (warp <= Spec::kSumBuffers && ptx::elect_one()) {
-      add_sums(params, shared, warp - 1);
+      add_sums(params, shared, warp - 1, mask);
     }
   } else if constexpr (Spec::kIsWide) {
     ptx::setmaxnreg_inc<Spec::kConsumerRegisters>();

@@ -145,6 +145,20 @@ __device__ __forceinline__ bool has_missing_keys(const BackwardParams&, const Va
   return first_key + 64 > tile.extents.key_count;
 }
 
+// A range of blocks without those that a streamed mask hides from the whole tile.
+template <typename Spec>
+__device__ __forceinline__ BlockRange within_tile(BlockRange range, const Tile&) {
+  return range;
+}
+template <typename Spec>
+__device__ __forceinline__ BlockRange within_tile(BlockRange range, const VarlenTile& tile) {
+  if constexpr (Spec::kMaskBytes > 0) {
+    range.begin = maximum(range.begin, tile.begin_block);
+    range.end = minimum(range.end, tile.end_block);
+  }
+  return range;
+}
+
 // Blocks of a tile's heads that see only the other consumer's keys, before and after a consumer's own range.
 struct SkippedBlocks {
   int before;
@@ -250,6 +264,30 @@ struct StreamedMask {
   const MaskBackwardParams& launched;
   const ptx::TensorMap& map;
   const ptx::TensorMap& gradient_map;
+
+  // Narrows the range to the blocks from the first to the last that see a key of the tile. Without the mask the range
+  // has all blocks, because there is neither a window nor a length per sequence.
+  __device__ __forceinline__ void narrow(BlockRange& range, const VarlenTile& tile) const {
+    const VisibleTiles& visible = launched.visible;
+    if (visible.ranges == nullptr) return;
+    const int matrix = tile.batch * visible.per_sequence + tile.head * visible.per_head;
+    uint32_t seen[2];
+    ptx::ld_global_64(seen, visible.ranges + 2 * (matrix * visible.tiles + tile.index));
+    range.begin = static_cast<int>(seen[0]);
+    range.end = static_cast<int>(seen[1]);
+  }
+
+  // The rank of a tile in a partial of dq, from its rank if every tile added to it: the number of later tiles.
+  __device__ __forceinline__ int rank_of(const BackwardParams& params, int partial, int rank) const {
+    const VisibleTiles& visible = launched.visible;
+    if (visible.ranks == nullptr) return rank;
+    const int of_sequence = partial / visible.row_blocks;
+    const int head = of_sequence / params.batch;
+    const int matrix = (of_sequence - head * params.batch) * visible.per_sequence + head * visible.per_head;
+    const int tile = visible.tiles - 1 - rank;
+    return static_cast<int>(ptx::ld_global_32(visible.ranks + (matrix * visible.tiles + tile) * visible.row_blocks +
+                                              (partial - of_sequence * visible.row_blocks)));
+  }
 
   // Loads the mask of a block of queries and the published tile's keys, on the barrier of the block.
   template <typename Spec>
@@ -546,7 +584,8 @@ struct FusedConsumer : MaskGradient<Spec, Mask> {
       ptx::mbarrier_wait(shared.own_full(consumer), parity);
       const int tile_key = tile.index * Spec::kOwnRows;
       const int first_key = tile_key + consumer * 64;
-      const BlockRange range = query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64);
+      const BlockRange range =
+          within_tile<Spec>(query_blocks<Spec, kMask>(params, tile, first_key, first_key + 64), tile);
       const BlockRange all = tile_blocks(
           tile, [&] { return query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows); });
       if (first_key < key_room(params, tile)) {

@@ -185,7 +185,8 @@ struct WideFusedConsumer : MaskGradient<Spec, Mask> {
       ptx::mbarrier_wait(shared.own_full(consumer), parity);
       const int tile_key = tile.index * Spec::kOwnRows;
       const int first_key = tile_key + consumer * 64;
-      const BlockRange all = query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows);
+      const BlockRange all =
+          within_tile<Spec>(query_blocks<Spec, kMask>(params, tile, tile_key, tile_key + Spec::kOwnRows), tile);
       // All blocks before full_begin need a mask: if keys are missing, all blocks. Varlen: also those from all.full_end
       // on.
       const int full_begin = has_missing_keys(params, tile, first_key) ? all.end : all.full_begin;

@@ -226,6 +226,8 @@ __device__ __forceinline__ void produce_varlen_keys(const BackwardParams& params
 }
 
 struct NoMask {
+  __device__ __forceinline__ void narrow(BlockRange&, const VarlenTile&) const {}
+  __device__ __forceinline__ int rank_of(const BackwardParams&, int, int rank) const { return rank; }
   template <typename Spec>
   __device__ __forceinline__ void load(const BackwardParams&, const SharedMemory<Spec>&, int, int, int) const {}
 };
@@ -247,8 +249,8 @@ __device__ __forceinline__ void produce_varlen_queries(const BackwardParams& par
     int next_number = -1;
     if (ptx::elect_one()) {
       const int first_key = tile.index * Spec::kOwnRows;
-      const BlockRange range =
-          query_blocks<Spec, MaskKind::kRuntime>(params, tile, first_key, first_key + Spec::kOwnRows);
+      BlockRange range = query_blocks<Spec, MaskKind::kRuntime>(params, tile, first_key, first_key + Spec::kOwnRows);
+      mask.narrow(range, tile);
       schedule.publish(tile, range);
       const int group = params.heads_q / params.heads_kv;
       RaggedCoordinates query_at = rows_read(params.sequence_rows.q, tile, tile.head * group);

@@ -4,12 +4,14 @@ problem.py (what a problem is), tensors.py (its memory), reference.py (fp64), ca
 kernel), and a module for each operation.
 """
 
-from flashmoe_tools.operations.serving.emulation import append, decode, e4m3, forward, fp8, ordered
+from flashmoe_tools.operations.serving.emulation import append, bool_mask, decode, e4m3, forward, fp8, ordered
 
 RUNNERS = {
     "attention_varlen_forward": forward.RUNNER,
     "attention_dropout_forward": forward.RUNNER,
     "attention_mask_forward": forward.RUNNER,
+    bool_mask.OPERATION: bool_mask.RUNNER,
+    bool_mask.TILES: bool_mask.TILES_RUNNER,
     "attention_chunk_forward": forward.CHUNK_RUNNER,
     "attention_decode": decode.RUNNER,
     "attention_decode_scores": ordered.SCORES,

@@ -28,6 +28,7 @@ REDUCED = (
     "wide softcap",
     "shared tiles",
     "lowest mask",
+    "hidden blocks",
 )
 MINIMAL = ("ragged",)
 SMALL_PAGE = {"sm90": 8, "sm80": 3, "sm75": 3}  # the smallest of a family, or one that no power of two divides
@@ -87,6 +88,7 @@ def streamed_masks(unit: Unit, few: tuple[str, ...]) -> Iterator[VarlenProblem]:
 
     short = base("full", (2 * m + 7,) * 2, (n + 70,) * 2)
     window = base("window", (4 * m,) * 2, (4 * m + 5,) * 2)
+    blocks = replace(base("hidden blocks", (max(261, m + 70),) * 2, (7 * 64 + 9,) * 2), hides_blocks=True)
     found = [
         replace(base("ragged", (m + 3,) * 2, (2 * n + 9,) * 2), right=0),
         replace(short, head_dim=dim // 2 + 8, head_dim_v=dim // 2 - 8, mask_broadcast=(True, False, False)),
@@ -94,6 +96,8 @@ def streamed_masks(unit: Unit, few: tuple[str, ...]) -> Iterator[VarlenProblem]:
             window, left=70, right=3, has_sinks=True, heads_kv=1, mask_broadcast=(False, True, False), has_lowest=True
         ),
         replace(base("dense", (m + 3,) * 3, (n, n + 1, 0)), heads_q=4, mask_broadcast=(True, True, False)),
+        replace(blocks, mask_broadcast=(True, False, False)),
+        replace(blocks, heads_q=4, mask_broadcast=(False, True, False)),
     ]
     for seed, problem in enumerate(found):
         if unit.dtype == "f16" or problem.name in few:

@@ -14,6 +14,7 @@ from flashmoe_tools.operations.attention.emulation.forward import merge
 from flashmoe_tools.operations.attention.emulation.merge import FAR
 from flashmoe_tools.operations.attention.emulation.problem import lse_bound
 from flashmoe_tools.operations.attention.reference import ScoreOptions
+from flashmoe_tools.operations.serving.emulation import bool_mask
 from flashmoe_tools.operations.serving.emulation.cases import MASK, chunks, problems, value_parts
 from flashmoe_tools.operations.serving.emulation.problem import (
     LOG2E,
@@ -25,7 +26,7 @@ from flashmoe_tools.operations.serving.emulation.problem import (
     VarlenProblem,
 )
 from flashmoe_tools.operations.serving.emulation.reference import reference
-from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
+from flashmoe_tools.operations.serving.emulation.tensors import MASK_BLOCK, NAN, Tensors, build
 from flashmoe_tools.tables import Unit
 
 
@@ -155,7 +156,21 @@ def with_loadable_mask(tensors: Tensors, p: VarlenProblem) -> Tensors:
     assert tensors.mask is not None
     own = tensors.mask[: 1 if p.mask_broadcast[0] else None, : 1 if p.mask_broadcast[1] else None]
     padded = torch.nn.functional.pad(own, (0, -own.shape[-1] % 8), value=NAN)
-    return replace(tensors, mask=padded[..., : own.shape[-1]].expand(tensors.mask.shape))
+    return replace(tensors, mask=padded[..., : own.shape[-1]].expand(len(p.rows), p.heads_q, -1, -1))
+
+
+def with_visible_blocks(unit: Unit, p: VarlenProblem, tensors: Tensors, values: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a kernel that streams a mask, which is NaN in the blocks before and behind those that a tile's rows see."""
+    visible = None
+    if p.hides_blocks:
+        own = bool_mask.own_matrices(p, tensors)
+        visible = bool_mask.visible_blocks(own.isfinite())
+        tiles = [tile.any(2, keepdim=True).expand_as(tile) for tile in visible.split(unit.row.block_m // MASK_BLOCK, 2)]
+        read = bool_mask.hull(torch.cat(tiles, 2))
+        read[..., -1] |= ~read.any(-1)  # of a tile that sees nothing
+        given = replace(tensors, mask=bool_mask.poisoned(own, read))
+        values = {**values, "score_options": score_options(p, with_loadable_mask(given, p))}
+    return {"forward": values, "visible": bool_mask.blocks_member(visible)}
 
 
 def trial(unit: Unit, problem: VarlenProblem) -> Trial:
@@ -173,6 +188,8 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors) -> Trial:
     more = {name: output(tensor) for name, tensor in partial.items()} if p.splits > 1 else {}
     values = values_of(p, tensors, lse, **more, tile_counter=counter() if p.has_counter else None)
 
+    if unit.row.operation == MASK:
+        values = with_visible_blocks(unit, p, tensors, values)
     is_chunk = unit.row.operation.startswith("attention_chunk_forward")
     if is_chunk:  # a dependent launch
         values = all_preceding(values)

@@ -14,6 +14,7 @@ from flashmoe_tools.operations.attention.emulation.recurrence import exact_input
 from flashmoe_tools.operations.serving.emulation.problem import SPARE_ROWS, Keys, MaskTensor, Rows, VarlenProblem
 
 NAN = float("nan")
+MASK_BLOCK = 64  # kMaskBlock
 GARBAGE_PAGE = 10**6  # fills the block table after a sequence's own pages
 
 
@@ -166,6 +167,15 @@ def _mask(p: VarlenProblem, generator: torch.Generator) -> torch.Tensor | None:
     hidden[0, 0, 0] = True  # a row that sees nothing
     if p.has_lowest:
         hidden[..., 1:2, : 2 * max(p.keys) // 3] = True  # and one that only sees the last keys
+    if p.hides_blocks:
+        counts = [-(-size // MASK_BLOCK) for size in hidden.shape[2:]]
+        blocks = torch.rand(*own[:2], *counts, generator=generator) < 0.5
+        blocks[:, :, 1] = blocks[:, :, 3:] = True  # of rows that see nothing
+        blocks[..., 4:6] = True  # of keys that nothing sees
+        blocks[0, 0, :, :3] = True
+        hidden |= blocks.repeat_interleave(MASK_BLOCK, 2).repeat_interleave(MASK_BLOCK, 3)[
+            :, :, : hidden.shape[2], : hidden.shape[3]
+        ]
     if p.mask is MaskTensor.BOOL:
         return (~hidden).expand(*sizes, -1)
     values = torch.randn(hidden.shape, generator=generator) * 2

@@ -5,7 +5,7 @@ Every row and key that belongs to no sequence is NaN, also in dout and the stati
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,14 @@ import torch
 from flashmoe_build.emulation.compare import UNIT_ROUNDOFF, Expected, touched, worst_element
 from flashmoe_build.emulation.runner import Buffer, Launch, Runner, Trial, counter, output
 from flashmoe_tools.operations.attention_backward.emulation.backward import shares_weights
-from flashmoe_tools.operations.serving.emulation.forward import sizes, strides, with_dropout, with_loadable_mask
+from flashmoe_tools.operations.serving.emulation import bool_mask
+from flashmoe_tools.operations.serving.emulation.forward import (
+    score_options,
+    sizes,
+    strides,
+    with_dropout,
+    with_loadable_mask,
+)
 from flashmoe_tools.operations.serving.emulation.problem import SPARE_ROWS, UNBOUNDED, Keys, Rows, VarlenProblem
 from flashmoe_tools.operations.serving.emulation.reference import attend
 from flashmoe_tools.operations.serving.emulation.tensors import NAN, Tensors, build
@@ -134,20 +141,32 @@ def trial_on(unit: Unit, p: VarlenProblem, tensors: Tensors, given: Inputs, expe
         }
 
     scores = None
+    visible = None
+    if p.hides_blocks:
+        mask = bool_mask.own_matrices(p, tensors)
+        visible = bool_mask.visible_blocks(mask.isfinite())
+        read = bool_mask.tile_ranges(visible).mT.repeat_interleave(bool_mask.TILE_BLOCKS, -1)
+        poisoned = replace(tensors, mask=bool_mask.poisoned(mask, read))
+        values["score_options"] = score_options(p, with_loadable_mask(poisoned, p))
     if unit.row.operation == MASK_FUSED:
         row = math.ceil(p.max_keys / 8) * 8
         if unit.row.options["gradient"]:
             scores = torch.full((len(p.rows), p.heads_q, p.max_rows, row), NAN, dtype=tensors.q.dtype)
-            if p.right < UNBOUNDED or min(p.keys) < p.max_keys:
+            if p.right < UNBOUNDED or min(p.keys) < p.max_keys or p.hides_blocks:
                 scores[..., : p.max_keys] = 0.0  # tiles may be skipped
         gradient = None if scores is None else output(scores)
-        values = {"backward": values, "scores_gradient": gradient, "scores_gradient_row": row}
+        values = {
+            "backward": values,
+            "scores_gradient": gradient,
+            "scores_gradient_row": row,
+            "visible": bool_mask.tiles_member(visible),
+        }
 
     def check() -> list[str]:
         wrong = [text for name, found in results.items() for text in disagreements(p, tensors, name, found, expected)]
         if scores is not None:
             wrong += _wrong_scores(p, tensors, given, unit, scores)
-        return wrong if partials is None else wrong + _wrong_partials(p, partials, expected)
+        return wrong if partials is None else wrong + _wrong_partials(p, partials, expected, visible)
 
     compared = results if scores is None else {**results, "scores": scores}
     return Trial([Launch(with_dropout(p, "backward", values), blocks_of(p, unit))], check, compared)
@@ -177,13 +196,19 @@ def _wrong_scores(p: VarlenProblem, tensors: Tensors, given: Inputs, unit: Unit,
     yield from touched("what is behind the keys of dS", scores[..., p.max_keys :], NAN)
 
 
-def _wrong_partials(p: VarlenProblem, partials: RaggedPartials, expected: list[Expected]) -> list[str]:
+def _wrong_partials(
+    p: VarlenProblem, partials: RaggedPartials, expected: list[Expected], visible: torch.Tensor | None
+) -> list[str]:
     found: list[str] = []
+    ranks = partials.expected_ranks(p)
+    if visible is not None:
+        inside = bool_mask.tile_ranges(visible).sum(-2, dtype=torch.int32)  # [batch, heads, row blocks]
+        ranks = inside.expand(len(p.rows), p.heads_q, -1).transpose(0, 1).flatten(1)
     for sequence, own in enumerate(expected):
         dq = p.scale / (1.0 - p.dropout_p) * partials.rows_of(p, sequence)
         if dq.numel() > 0:
             found += worst_element(f"partials of sequence {sequence}", dq, *own["dq"])
-    if not partials.all.ranks.eq(partials.expected_ranks(p)).all():
+    if not partials.all.ranks.eq(ranks).all():
         found.append("some tile that the rows of a partial see has not added to it, or another one has")
     return found
 

@@ -16,19 +16,20 @@
 namespace flashmoe::attention::sm90 {
 
 // Params: the parameters of the consumers, ForwardParams or a struct that has it as `forward`. Convert: the work of one
-// more warpgroup after the consumers, if Spec::kConvertsCodes.
+// more warpgroup after the consumers, if Spec::kConvertsCodes. mask_map, visible: if Spec::kStreamsMask.
 template <typename Spec, typename Params, typename Compute = Consumer<Spec, MaskKind::kRuntime>,
           typename Convert = void>
 __device__ __forceinline__ void run_varlen(const Params& given, const ForwardParams& params,
                                            const ptx::TensorMap& q_map, const ptx::TensorMap& k_map,
                                            const ptx::TensorMap& v_map, const ptx::TensorMap& out_map,
-                                           const ptx::TensorMap* mask_map = nullptr) {
+                                           const ptx::TensorMap* mask_map = nullptr,
+                                           const VisibleBlocks* visible = nullptr) {
   const SharedMemory<Spec> shared{ptx::dynamic_shared_memory()};
   // The shuffle tells the compiler that the role is uniform across the warp.
   const int warp = ptx::shuffle_index(ptx::warp_index(), 0);
   const int warpgroup = warp / 4;
 
-  TileScheduler<Spec> scheduler(params, shared);
+  TileScheduler<Spec> scheduler(params, shared, visible);
   // Before all else, because the first tile waits for the lengths.
   if (warp == 1) {
     if constexpr (Spec::kIsFolded) ptx::grid_dependency_wait();  // the preceding kernel may write the lengths
@@ -89,10 +90,10 @@ __device__ __forceinline__ void forward_varlen(const ForwardParams& params, cons
 }
 
 template <typename Spec>
-__device__ __forceinline__ void forward_mask(const ForwardParams& params, const ptx::TensorMap& q_map,
+__device__ __forceinline__ void forward_mask(const MaskForwardParams& params, const ptx::TensorMap& q_map,
                                              const ptx::TensorMap& k_map, const ptx::TensorMap& v_map,
                                              const ptx::TensorMap& out_map, const ptx::TensorMap& mask_map) {
-  run_varlen<Spec>(params, params, q_map, k_map, v_map, out_map, &mask_map);
+  run_varlen<Spec>(params.forward, params.forward, q_map, k_map, v_map, out_map, &mask_map, &params.visible);
 }
 
 template <typename Spec>

@@ -5,6 +5,7 @@
 #include "attention/forward/sm90/spec.cuh"
 #include "attention/forward/sm90/varlen/folded.cuh"
 #include "attention/forward/sm90/varlen/schedule.cuh"
+#include "attention/params/bool_mask.h"
 #include "attention/sequences.cuh"
 #include "device/persistent.cuh"
 #include "device/ring.cuh"
@@ -25,8 +26,54 @@ __device__ __forceinline__ bool has_tail(const VarlenTile& tile) {
          tile.keys < tile.blocks.end * Spec::kBlockN;  // transposed V and converted codes have zeros there
 }
 
+// Blocks that a streamed mask hides as a whole. Empty without a streamed mask; a base class, so that it takes no space
+// there.
+template <typename Spec, bool kStreamsMask = Spec::kStreamsMask>
+struct MaskedTiles {
+  __device__ __forceinline__ explicit MaskedTiles(const VisibleBlocks*) {}
+  __device__ __forceinline__ void narrow(VarlenTile&) const {}
+};
 template <typename Spec>
-struct TileScheduler {
+struct MaskedTiles<Spec, true> {
+  const VisibleBlocks& visible;
+
+  __device__ __forceinline__ explicit MaskedTiles(const VisibleBlocks* visible_) : visible(*visible_) {}
+
+  // Narrows the tile's key blocks to those from the first to the last that some row sees, or to the last if there is
+  // none.
+  // Bits do not change: scores of -inf add nothing. Called by all lanes.
+  __device__ __forceinline__ void narrow(VarlenTile& tile) const {
+    static_assert(Spec::kBlockM % kMaskBlock == 0 && Spec::kBlockN == kMaskBlock, "a tile is whole blocks of the mask");
+    constexpr int kRowBlocks = Spec::kBlockM / kMaskBlock;
+    if (visible.words == nullptr) return;
+    const int first_row = tile.m_block * kRowBlocks;
+    const int rows = minimum(kRowBlocks, visible.row_blocks - first_row);
+    const int matrix = tile.batch * visible.per_sequence + tile.head * visible.per_head;
+    const int32_t* words_gmem = visible.words + (matrix * visible.row_blocks + first_row) * visible.key_words;
+    const int all = visible.key_words * kMaskWordBlocks;
+    int from_end = 0;  // key blocks from the first visible one to the last of all words
+    int end = 0;
+#pragma unroll 1
+    for (int word = ptx::lane_index(); word < visible.key_words; word += 32) {
+      uint32_t seen = 0;
+#pragma unroll 1
+      for (int row = 0; row < rows; ++row) seen |= ptx::ld_global_32(words_gmem + row * visible.key_words + word);
+      if (seen == 0) continue;
+      const int first = (seen & 0xff) != 0 ? 0 : (seen & 0xffff) != 0 ? 1 : (seen & 0xffffff) != 0 ? 2 : 3;
+      const int last = seen >> 24 != 0 ? 4 : seen >> 16 != 0 ? 3 : seen >> 8 != 0 ? 2 : 1;
+      from_end = maximum(from_end, all - (word * kMaskWordBlocks + first));
+      end = word * kMaskWordBlocks + last;
+    }
+    from_end = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(from_end)));
+    end = static_cast<int>(ptx::reduce_max(static_cast<uint32_t>(end)));
+    KeyRange& blocks = tile.blocks;
+    blocks.begin = minimum(maximum(blocks.begin, all - from_end), blocks.end - 1);
+    blocks.end = maximum(minimum(blocks.end, end), blocks.begin + 1);
+  }
+};
+
+template <typename Spec>
+struct TileScheduler : MaskedTiles<Spec> {
   const ForwardParams& params;
   const SharedMemory<Spec> shared;
   const int lane;
@@ -34,8 +81,13 @@ struct TileScheduler {
   int tail_parity[2] = {0, 0};
   SequenceIterator<Spec> sequences;
 
-  __device__ __forceinline__ TileScheduler(const ForwardParams& params_, const SharedMemory<Spec>& shared_)
-      : params(params_), shared(shared_), lane(ptx::lane_index()), sequences(params_) {}
+  __device__ __forceinline__ TileScheduler(const ForwardParams& params_, const SharedMemory<Spec>& shared_,
+                                           const VisibleBlocks* visible)
+      : MaskedTiles<Spec>(visible),
+        params(params_),
+        shared(shared_),
+        lane(ptx::lane_index()),
+        sequences(params_) {}
 
   // V of a tile's last block arrives at one of two separate barriers, alternately. Rows past the last key are undefined
   // and may be NaN, and P = 0 times NaN is NaN: they are set to zero before the consumers are notified.
@@ -94,6 +146,7 @@ struct TileScheduler {
         }
       } else if (index < num_tiles) {
         next = decode_tile<Spec>(params, sequences, index);
+        this->narrow(next.tile);
       }
       const bool is_end = index >= num_tiles;
       const VarlenTile& tile = next.tile;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/forward/sm90/tensor_map.h"
+#include "attention/params/bool_mask.h"
 #include "attention/params/dropout.h"
 #include "attention/params/e4m3.h"
 
@@ -42,8 +43,8 @@ inline ForwardTensorMaps varlen_tensor_maps(const DropoutForwardParams& params, 
 struct MaskForwardTensorMaps : ForwardTensorMaps {
   TensorMapArguments mask;
 };
-inline MaskForwardTensorMaps mask_forward_tensor_maps(const ForwardParams& params, int block_n) {
-  return MaskForwardTensorMaps{varlen_tensor_maps(params, block_n), mask_map(params, kWarpgroupRows)};
+inline MaskForwardTensorMaps mask_forward_tensor_maps(const MaskForwardParams& params, int block_n) {
+  return MaskForwardTensorMaps{varlen_tensor_maps(params.forward, block_n), mask_map(params.forward, kWarpgroupRows)};
 }
 
 // Q and the output of a chunk, [batch, key heads, rows, heads of a group, head_dim]. A position takes the smallest
