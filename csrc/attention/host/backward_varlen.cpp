@@ -267,7 +267,7 @@ void backward_varlen_cuda(const VarlenBackwardArguments& arguments, const Gradie
   if (needs_all && prefers_fused(kernels, params, operands.forward, gpu)) {
     StreamedMask streamed;
     if (is_streaming(*kernels.fused)) {
-      streamed = streamed_mask_of_tiles(operands.forward);
+      streamed = streamed_mask(operands.forward, /*has_tiles=*/true);
       operands.forward.mask = host::alias(streamed.mask);
       params.score_options = make_varlen_params(operands.forward, {}).score_options;
     }

@@ -1,7 +1,5 @@
 #include "attention/host/streamed_mask.h"
 
-#include <initializer_list>
-
 #include "attention/host/select.h"
 #include "host/ceil_div.h"
 #include "host/copies.h"
@@ -39,17 +37,12 @@ bool is_made_additive(const VarlenArguments& arguments) {
   return own.count() * own.sizes[2] * own.padded_keys() * host::kElementBytes <= kMostBytes;
 }
 
-Tensor empty_ints(const VarlenArguments& arguments, std::initializer_list<int64_t> sizes) {
-  return host::empty(sizes, aoti_torch_dtype_int32(), arguments.device_type, arguments.device_index);
-}
-
 // Whether the fused backward kernel may skip what the mask hides from a tile. Its ranks assume that a tile otherwise
 // sees all rows, and that the heads of a group share a matrix.
-bool has_visible_tiles(const VarlenArguments& arguments, const StreamedMask& streamed) {
-  return streamed.blocks.words != nullptr && arguments.window_left < 0 && arguments.window_right < 0 &&
-         !VarlenArguments::has(arguments.seqused_k) &&
+bool may_skip_tiles(const VarlenArguments& arguments, const OwnMatrices& own) {
+  return arguments.window_left < 0 && arguments.window_right < 0 && !VarlenArguments::has(arguments.seqused_k) &&
          ceil_div(arguments.max_seqlen_k, int64_t{kMaskTileKeys}) <= kMaxMaskTiles &&
-         (streamed.blocks.per_head == 0 || arguments.heads_q() == arguments.heads_kv());
+         (own.sizes[1] == 1 || arguments.heads_q() == arguments.heads_kv());
 }
 
 }  // namespace
@@ -67,7 +60,7 @@ bool streams_mask(const VarlenArguments& arguments) {
          reinterpret_cast<uintptr_t>(mask.data()) % (2 * host::kRowAlignElements) == 0;
 }
 
-StreamedMask streamed_mask(const VarlenArguments& arguments) {
+StreamedMask streamed_mask(const VarlenArguments& arguments, bool has_tiles) {
   StreamedMask streamed;
   const Tensor& mask = arguments.mask;
   if (!is_bool(mask)) {
@@ -75,17 +68,21 @@ StreamedMask streamed_mask(const VarlenArguments& arguments) {
     return streamed;
   }
   const OwnMatrices own(arguments);
-  const int64_t rows = own.sizes[2], keys = own.sizes[3];
-  const int64_t padded_keys = own.padded_keys();
+  const int64_t rows = own.sizes[2], keys = own.sizes[3], padded_keys = own.padded_keys();
   const int64_t row_blocks = ceil_div(rows, int64_t{kMaskBlock});
   const int64_t key_words = ceil_div(keys, int64_t{kMaskBlock} * kMaskWordBlocks);
+  const int64_t words = own.count() * row_blocks * key_words;
+  const int64_t tiles = has_tiles && may_skip_tiles(arguments, own) ? ceil_div(keys, int64_t{kMaskTileKeys}) : 0;
+  const int64_t ranges = own.count() * tiles * 2;
   const Tensor padded = host::empty({own.sizes[0], own.sizes[1], rows, padded_keys}, arguments.torch_dtype,
                                     arguments.device_type, arguments.device_index);
   streamed.mask = host::view_of(padded, own.sizes, padded.strides());
-  streamed.words = empty_ints(arguments, {own.count(), row_blocks, key_words});
+  streamed.blocks_memory = host::empty({ranges + words + own.count() * tiles * row_blocks}, aoti_torch_dtype_int32(),
+                                       arguments.device_type, arguments.device_index);
+  auto* ints = static_cast<int32_t*>(streamed.blocks_memory.data());  // ranges, pairs, come first: they are aligned
   const BoolMaskParams params{mask.data(),
                               padded.data(),
-                              static_cast<int32_t*>(streamed.words.data()),
+                              ints + ranges,
                               own.strides[0],
                               own.strides[1],
                               own.strides[2],
@@ -94,32 +91,19 @@ StreamedMask streamed_mask(const VarlenArguments& arguments) {
                               static_cast<int32_t>(own.sizes[1]),
                               static_cast<int32_t>(rows),
                               static_cast<int32_t>(keys)};
-  streamed.blocks = {params.words, static_cast<int32_t>(row_blocks), static_cast<int32_t>(key_words),
-                     own.sizes[0] > 1 ? params.heads : 0, own.sizes[1] > 1 ? 1 : 0};
+  const VisibleBlocks blocks{params.words, static_cast<int32_t>(row_blocks), static_cast<int32_t>(key_words),
+                             own.sizes[0] > 1 ? params.heads : 0, own.sizes[1] > 1 ? 1 : 0};
+  const BoolMaskTilesParams tiles_params{blocks, ints, ints + ranges + words, static_cast<int32_t>(tiles)};
   const host::Device& gpu = host::device(arguments.device_index);
-  const Kernel& kernel = select_bool_mask(host::make_request(gpu, arguments.dtype));
+  const host::KernelRequest request = host::make_request(gpu, arguments.dtype);
   host::LaunchList list;
-  list.add({&kernel, own.count() * row_blocks * key_words, &params, nullptr, /*is_dependent=*/false});
-  list.run(host::CudaCall(gpu));
-  return streamed;
-}
-
-StreamedMask streamed_mask_of_tiles(const VarlenArguments& arguments) {
-  StreamedMask streamed = streamed_mask(arguments);
-  if (!has_visible_tiles(arguments, streamed)) return streamed;
-  const VisibleBlocks& blocks = streamed.blocks;
-  const int64_t matrices = streamed.words.sizes()[0];
-  const int64_t tiles = ceil_div(arguments.max_seqlen_k, int64_t{kMaskTileKeys});
-  streamed.ranges = empty_ints(arguments, {matrices, tiles, 2});
-  streamed.ranks = empty_ints(arguments, {matrices, tiles, blocks.row_blocks});
-  const BoolMaskTilesParams params{blocks, static_cast<int32_t*>(streamed.ranges.data()),
-                                   static_cast<int32_t*>(streamed.ranks.data()), static_cast<int32_t>(tiles)};
-  streamed.tiles = {params.ranges,     params.ranks,        params.tiles,
-                    blocks.row_blocks, blocks.per_sequence, blocks.per_head};
-  const host::Device& gpu = host::device(arguments.device_index);
-  const Kernel& kernel = select_bool_mask_tiles(host::make_request(gpu, arguments.dtype));
-  host::LaunchList list;
-  list.add({&kernel, matrices * tiles, &params, nullptr, /*is_dependent=*/false});
+  list.add({&select_bool_mask(request), words, &params, nullptr, /*is_dependent=*/false});
+  streamed.blocks = blocks;
+  if (tiles > 0) {
+    list.add({&select_bool_mask_tiles(request), own.count() * tiles, &tiles_params, nullptr, /*is_dependent=*/false});
+    streamed.tiles = {tiles_params.ranges, tiles_params.ranks,  tiles_params.tiles,
+                      blocks.row_blocks,   blocks.per_sequence, blocks.per_head};
+  }
   list.run(host::CudaCall(gpu));
   return streamed;
 }

@@ -13,17 +13,14 @@ bool streams_mask(const VarlenArguments& arguments);
 
 // The mask that kernels get, and the memory that their parameters point to.
 struct StreamedMask {
-  Tensor mask;   // the caller's, or a new one of 0 and -inf in q's type
-  Tensor words;  // of a new one: VisibleBlocks::words
-  Tensor ranges;
-  Tensor ranks;
+  Tensor mask;           // the caller's, or a new one of 0 and -inf in q's type
+  Tensor blocks_memory;  // of a new one: the arrays of `blocks` and `tiles`
   VisibleBlocks blocks{};
   VisibleTiles tiles{};
 };
 
-// For arguments with streams_mask. Launches the conversion of a bool mask.
-StreamedMask streamed_mask(const VarlenArguments& arguments);
-// For the backward pass: also finds what each tile of keys sees, where a tile may skip what a bool mask hides.
-StreamedMask streamed_mask_of_tiles(const VarlenArguments& arguments);
+// For arguments with streams_mask. Launches the conversion of a bool mask. has_tiles: for the backward pass, whose tiles
+// of keys may then skip what a bool mask hides.
+StreamedMask streamed_mask(const VarlenArguments& arguments, bool has_tiles);
 
 }  // namespace flashmoe::attention

@@ -463,7 +463,7 @@ void run_varlen(const VarlenArguments& arguments, const ForwardOutputs& outputs,
   VarlenArguments copied = loadable_arguments(arguments, kernel);
   StreamedMask streamed;
   if (is_streaming(kernel)) {
-    streamed = streamed_mask(arguments);
+    streamed = streamed_mask(arguments, /*has_tiles=*/false);
     copied.mask = host::alias(streamed.mask);
   }
   ForwardOutputs padded;
