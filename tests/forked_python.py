@@ -18,7 +18,9 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
-SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()  # older ones search the script's folder, or with -c the current one
+SAFE_PATH = (
+    ("-P",) if sys.version_info >= (3, 11) else ()
+)  # older ones search the script's folder, or with -c the current one
 
 
 def run_python(

@@ -136,7 +136,7 @@ def test_wrong_arguments_do_not_compile_silently(device: str) -> None:
 def test_a_misspelt_keyword_is_named_in_a_whole_graph(device: str) -> None:
     compiled = torch.compile(flashmoe.attention, fullgraph=True, backend="aot_eager")
     # Without quotes where Dynamo traces the message under Python 3.13.
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="no argument '?softmax_scale'?: write scale="):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"no argument '?softmax_scale'?: write scale="):
         compiled(*_inputs(device), softmax_scale=1.0)
 
 

@@ -60,6 +60,12 @@ if failed:
 def test_every_public_function_works_as_the_first_call_of_a_process(tmp_path: Path) -> None:
     functions = {name for name in flashmoe.__all__ if inspect.isfunction(getattr(flashmoe, name))}
     assert functions == set(_CALLS), "a function that is new here needs a call; one that left takes its call with it"
-    command = [sys.executable, *SAFE_PATH, "-c", _EACH_FIRST, *(f"flashmoe.{name}{call}" for name, call in _CALLS.items())]
+    command = [
+        sys.executable,
+        *SAFE_PATH,
+        "-c",
+        _EACH_FIRST,
+        *(f"flashmoe.{name}{call}" for name, call in _CALLS.items()),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -119,7 +119,9 @@ def test_every_rank_computes_the_same(device: str, tmp_path: Path) -> None:
     """Attention, linear layers (with 64 heads: sums in segments) and experts, in two processes that score the same sequences at once, one
     as a single batch, the other one by one; on a GPU they share it."""
     ranks = [
-        subprocess.Popen([sys.executable, *SAFE_PATH, "-c", RANK, device, company], stdout=subprocess.PIPE, cwd=tmp_path)
+        subprocess.Popen(
+            [sys.executable, *SAFE_PATH, "-c", RANK, device, company], stdout=subprocess.PIPE, cwd=tmp_path
+        )
         for company in ("4", "1")
     ]
     digests = {rank.communicate(timeout=100)[0] for rank in ranks}

@@ -53,11 +53,11 @@ class ServingProblem(ProblemBase):
     34. The mask is bottom-right.
 
     ``window``: how many keys a row sees, including its own; 0: all. ``softcap``: 0 for none. ``sinks``: a logit per
-    head that is added to the sum. ``mask``: a tensor per sequence, the same for all heads; padding: a bool one, causal, in a
-    batch padded at the end, of which the shortest sequence fills half; documents: a bool one, causal within each of
-    eight documents; learned: an additive one per head, the same for all sequences, with a gradient. ``deviation``: of the scores, before the softcap. ``alibi``: a
-    slope per head, 2^(-8 / heads) and its powers. ``cache``: the format of keys and values, the queries' dtype or e4m3.
-    ``dropout``: p in percent.
+    head that is added to the sum. ``mask``: a tensor per sequence, the same for all heads; padding: a bool one,
+    causal, in a batch padded at the end, of which the shortest sequence fills half; documents: a bool one, causal
+    within each of eight documents; learned: an additive one per head, the same for all sequences, with a gradient.
+    ``deviation``: of the scores, before the softcap. ``alibi``: a slope per head, 2^(-8 / heads) and its powers.
+    ``cache``: the format of keys and values, the queries' dtype or e4m3. ``dropout``: p in percent.
     """
 
     operation: ClassVar[str] = "serving"

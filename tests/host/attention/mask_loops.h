@@ -47,8 +47,8 @@ void bool_mask(const BoolMaskParams& p, int64_t grid) {
   std::memset(bytes, 0, grid * sizeof(int32_t));
   const int64_t matrices = grid / (row_blocks * key_words);
   for (int64_t matrix = 0; matrix < matrices; ++matrix) {
-    const auto* mask = static_cast<const uint8_t*>(p.mask) + matrix / p.heads * p.stride_batch +
-                       matrix % p.heads * p.stride_head;
+    const auto* mask =
+        static_cast<const uint8_t*>(p.mask) + matrix / p.heads * p.stride_batch + matrix % p.heads * p.stride_head;
     for (int64_t row = 0; row < p.rows; ++row) {
       const int64_t word = (matrix * row_blocks + row / kMaskBlock) * key_words;
       for (int64_t key = 0; key < p.additive_row; ++key) {

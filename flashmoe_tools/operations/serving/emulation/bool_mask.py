@@ -78,7 +78,9 @@ def ranges_and_ranks(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     [batch, heads, tiles, row blocks]; both int32."""
     inside = tile_ranges(visible)
     count = inside.shape[-1]
-    begin = torch.where(inside, torch.arange(count), count).amin(-1)  # of a tile that nothing sees behind the last block
+    begin = torch.where(inside, torch.arange(count), count).amin(
+        -1
+    )  # of a tile that nothing sees behind the last block
     later = inside.int().flip(-2).cumsum(-2).flip(-2) - inside.int()
     return torch.stack([begin, begin + inside.sum(-1)], -1).int(), later.int()
 
@@ -163,7 +165,9 @@ def trial(unit: Unit, p: BoolMask) -> Trial:
     mask, strides = memory_of(p, seen)
     row = -(-keys // 8) * 8
     additive = torch.full((batch, heads, rows, row), math.nan, dtype=DTYPES[unit.dtype])
-    expected = torch.zeros_like(additive).masked_fill(torch.nn.functional.pad(~seen, (0, row - keys), value=True), -math.inf)
+    expected = torch.zeros_like(additive).masked_fill(
+        torch.nn.functional.pad(~seen, (0, row - keys), value=True), -math.inf
+    )
     visible = visible_blocks(seen)
     wanted = words_of(visible)
     words = torch.full_like(wanted, -1)

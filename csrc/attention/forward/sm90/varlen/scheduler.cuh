@@ -83,11 +83,7 @@ struct TileScheduler : MaskedTiles<Spec> {
 
   __device__ __forceinline__ TileScheduler(const ForwardParams& params_, const SharedMemory<Spec>& shared_,
                                            const VisibleBlocks* visible)
-      : MaskedTiles<Spec>(visible),
-        params(params_),
-        shared(shared_),
-        lane(ptx::lane_index()),
-        sequences(params_) {}
+      : MaskedTiles<Spec>(visible), params(params_), shared(shared_), lane(ptx::lane_index()), sequences(params_) {}
 
   // V of a tile's last block arrives at one of two separate barriers, alternately. Rows past the last key are undefined
   // and may be NaN, and P = 0 times NaN is NaN: they are set to zero before the consumers are notified.
