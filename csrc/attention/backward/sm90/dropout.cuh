@@ -119,7 +119,7 @@ struct RowDropout<Spec, true> {
 };
 
 template <typename Spec>
-struct FusedMemory;  // fused_consumer.cuh
+struct FusedMemory;  // fused_spec.cuh
 
 // Dropout of a block in a fused kernel. dS^T is divided by value_scale(), by which the store of dk and the conversion
 // of dq multiply; row_dot has already been divided by it. Empty without dropout.
