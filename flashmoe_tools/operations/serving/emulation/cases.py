@@ -97,7 +97,7 @@ def streamed_masks(unit: Unit, few: tuple[str, ...]) -> Iterator[VarlenProblem]:
         ),
         replace(base("dense", (m + 3,) * 3, (n, n + 1, 0)), heads_q=4, mask_broadcast=(True, True, False)),
         replace(blocks, mask_broadcast=(True, False, False)),
-        replace(blocks, heads_q=4, mask_broadcast=(False, True, False)),
+        replace(blocks, name="hidden blocks, groups", heads_q=4, mask_broadcast=(False, True, False)),
     ]
     for seed, problem in enumerate(found):
         if unit.dtype == "f16" or problem.name in few:
