@@ -337,10 +337,9 @@ def _sdpa(
     fallback.note_fallback(unsupported_reason)
     if position_bias is not None:
         options = {**options, "position_bias": position_bias}
+    # transformers 4 passes it on beside a mask, and for a single row, which would then see only the first key.
     if is_causal and (attention_mask is not None or query.shape[2] == 1):
-        is_causal = (
-            False  # transformers 4 passes it on beside a mask, and for one row, which would see the first key alone
-        )
+        is_causal = False
     result: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **options
     )

@@ -78,9 +78,8 @@ def ranges_and_ranks(visible: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     [batch, heads, tiles, row blocks]; both int32."""
     inside = tile_ranges(visible)
     count = inside.shape[-1]
-    begin = torch.where(inside, torch.arange(count), count).amin(
-        -1
-    )  # of a tile that nothing sees behind the last block
+    # A tile that nothing sees begins and ends after the last block.
+    begin = torch.where(inside, torch.arange(count), count).amin(-1)
     later = inside.int().flip(-2).cumsum(-2).flip(-2) - inside.int()
     return torch.stack([begin, begin + inside.sum(-1)], -1).int(), later.int()
 
