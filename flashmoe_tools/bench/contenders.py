@@ -101,8 +101,10 @@ def installed(module: str) -> Callable[[str], str]:
     def available(_: str) -> str:
         try:
             import_module(module)
-        except (ImportError, OSError) as error:
-            return f"{module} is not usable here: {error}"
+        except (
+            Exception
+        ) as error:  # what another library's import raises is unknown: a broken one must not stop a suite
+            return f"{module} is not usable here: {type(error).__name__}: {error}"
         return ""
 
     return available

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -199,7 +200,7 @@ def test_presets() -> None:
         assert (fitted.baseline, fitted.contenders) == found
 
 
-def test_contenders_that_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_that_take_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     one = contenders.Contender("a", "A", ("cpu",), contenders.always, lambda _: None, ours=True)  # type: ignore[arg-type]
     registry = {
         "a": one,
@@ -212,7 +213,11 @@ def test_contenders_that_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match="no contender 'd'; known: a, b, c"):
         contenders.choose(registry, ["a", "d", "e"], "cpu", baseline_only=False)
     assert contenders.installed("json")("cpu") == contenders.always("cpu") == ""
-    assert contenders.installed("no_such")("cpu").startswith("no_such is not usable here: No module named")
+    missing = contenders.installed("no_such")("cpu")
+    assert missing.startswith("no_such is not usable here: ModuleNotFoundError: No module named")
+    (tmp_path / "broken_peer.py").write_text("import os\nos.environ['NO_SUCH_VARIABLE']\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert contenders.installed("broken_peer")("cpu") == "broken_peer is not usable here: KeyError: 'NO_SUCH_VARIABLE'"
 
     def refuse() -> None:
         raise ExtensionError("gone")

@@ -13,6 +13,7 @@ from flashmoe_tools.operations.serving.emulation.problem import (
     VarlenProblem,
     adds_alibi,
 )
+from flashmoe_tools.operations.serving.emulation.tensors import MASK_BLOCK
 from flashmoe_tools.tables import Unit
 
 # The f16 kernel with the smallest head dim runs every problem; the others, which are the same source with other sizes
@@ -49,6 +50,7 @@ def problems(unit: Unit) -> Iterator[VarlenProblem]:
         return
     if unit.row.operation == MASK:
         yield from streamed_masks(unit, REDUCED)
+        yield from _narrowed(unit)
         return
     if adds_alibi(unit.row.options):
         yield from _with_alibi(_prefill(unit))
@@ -102,6 +104,30 @@ def streamed_masks(unit: Unit, few: tuple[str, ...]) -> Iterator[VarlenProblem]:
     for seed, problem in enumerate(found):
         if unit.dtype == "f16" or problem.name in few:
             yield replace(problem, data_seed=seed)
+
+
+def _narrowed(unit: Unit) -> Iterator[VarlenProblem]:
+    """Masks that show few blocks, where a tile's range of them is cut: by the mask alone, by a window, or by both."""
+    if unit.dtype != "f16":
+        return
+    m, dim = unit.row.block_m, unit.row.axes["head_dim"]
+    rows, keys = m + 70, 11 * MASK_BLOCK + 9
+
+    def of_tiles(*blocks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(blocks[row // m] for row in range(0, rows, MASK_BLOCK))
+
+    def base(name: str, *visible: tuple[tuple[int, ...], ...]) -> VarlenProblem:
+        sizes = ((rows,) * 2, (keys,) * 2, 2, 2, dim, dim, Rows.DENSE, Keys.DENSE)
+        options: dict[str, Any] = {"mask": MaskTensor.ADDITIVE, "hides_blocks": True, "visible": visible}
+        return VarlenProblem(name, unit.dtype, *sizes, **options)
+
+    # Each place in a word is the first and the last block of some tile.
+    yield base("one block", *(of_tiles((4 + place,), (4 + (place + 1) % 4,)) for place in range(4)))
+    # The window begins at block 4 or 5 and ends after block 10 for the first tile, and has blocks 8 to 11 for the second.
+    window = (of_tiles((8, 11), (9,)), of_tiles((7, 9), (2,)), of_tiles((3, 7), (10, 11)), of_tiles((11,), ()))
+    yield replace(base("blocks in a window", *window), left=100, right=0, has_sinks=True)
+    # A lane reads the words of both blocks.
+    yield replace(base("far blocks", ((3, 128),)), rows=(9,), keys=(128 * MASK_BLOCK + 9,), heads_q=1, heads_kv=1)
 
 
 DROPOUT = "attention_dropout_forward"

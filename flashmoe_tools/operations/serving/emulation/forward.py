@@ -160,17 +160,45 @@ def with_loadable_mask(tensors: Tensors, p: VarlenProblem) -> Tensors:
 
 
 def with_visible_blocks(unit: Unit, p: VarlenProblem, tensors: Tensors, values: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a kernel that streams a mask, which is NaN in the blocks before and behind those that a tile's rows see."""
+    """The parameters of a kernel that streams a mask. Mask, keys and values are NaN in blocks that no tile's rows need."""
     visible = None
     if p.hides_blocks:
         own = bool_mask.own_matrices(p, tensors)
         visible = bool_mask.visible_blocks(own.isfinite())
-        tiles = [tile.any(2, keepdim=True).expand_as(tile) for tile in visible.split(unit.row.block_m // MASK_BLOCK, 2)]
-        read = bool_mask.hull(torch.cat(tiles, 2))
-        read[..., -1] |= ~read.any(-1)  # of a tile that sees nothing
+        read = _read_blocks(p, visible, unit.row.block_m)
         given = replace(tensors, mask=bool_mask.poisoned(own, read))
         values = {**values, "score_options": score_options(p, with_loadable_mask(given, p))}
+        every = read.any(2).expand(len(p.rows), p.heads_q, -1).unflatten(1, (p.heads_kv, p.group)).any(2)
+        keys = every.repeat_interleave(MASK_BLOCK, 2)[:, :, : p.max_keys, None]
+        values |= {name: values[name].masked_fill(~keys, NAN) for name in ("k", "v")}
     return {"forward": values, "visible": bool_mask.blocks_member(visible)}
+
+
+def _read_blocks(p: VarlenProblem, visible: torch.Tensor, block_m: int) -> torch.Tensor:
+    """The key blocks that a tile's rows may read: [batch or 1, heads or 1, row blocks, key blocks].
+
+    From the first to the last that both the mask and the window show; one of the window's if there is none.
+    """
+    left, right = (-1 if side == UNBOUNDED else side for side in (p.left, p.right))
+    hidden = ScoreOptions(window=(left, right)).hidden(p.max_rows, p.max_keys, visible.device)
+    seen = torch.ones(p.max_rows, p.max_keys, dtype=torch.bool) if hidden is None else ~hidden
+    of_window = bool_mask.visible_blocks(seen).expand_as(visible)
+    read = torch.zeros_like(visible)
+    step = block_m // MASK_BLOCK
+    for tile, window, found in zip(*(blocks.split(step, 2) for blocks in (visible, of_window, read)), strict=True):
+        shown, inside = (bool_mask.hull(blocks.any(2, keepdim=True)) for blocks in (tile, window))
+        both = shown & inside
+        # Of a tile that sees nothing: the window's first block if the mask shows only blocks before it, else its last.
+        place = torch.arange(both.shape[-1])
+        is_before = shown.any(-1, keepdim=True) & ~(shown & (place >= _first(inside))).any(-1, keepdim=True)
+        single = torch.where(is_before, place == _first(inside), place == both.shape[-1] - 1 - _first(inside.flip(-1)))
+        found |= both | (single & ~both.any(-1, keepdim=True))
+    return read
+
+
+def _first(blocks: torch.Tensor) -> torch.Tensor:
+    """Index of the first set block [..., 1]; each row has one."""
+    return blocks.int().argmax(-1, keepdim=True)
 
 
 def trial(unit: Unit, problem: VarlenProblem) -> Trial:

@@ -168,11 +168,7 @@ def _mask(p: VarlenProblem, generator: torch.Generator) -> torch.Tensor | None:
     if p.has_lowest:
         hidden[..., 1:2, : 2 * max(p.keys) // 3] = True  # and one that only sees the last keys
     if p.hides_blocks:
-        counts = [-(-size // MASK_BLOCK) for size in hidden.shape[2:]]
-        blocks = torch.rand(*own[:2], *counts, generator=generator) < 0.5
-        blocks[:, :, 1] = blocks[:, :, 3:] = True  # of rows that see nothing
-        blocks[..., 4:6] = True  # of keys that nothing sees
-        blocks[0, 0, :, :3] = True
+        blocks = _hidden_blocks(p, hidden.shape, generator)
         hidden |= blocks.repeat_interleave(MASK_BLOCK, 2).repeat_interleave(MASK_BLOCK, 3)[
             :, :, : hidden.shape[2], : hidden.shape[3]
         ]
@@ -181,3 +177,19 @@ def _mask(p: VarlenProblem, generator: torch.Generator) -> torch.Tensor | None:
     values = torch.randn(hidden.shape, generator=generator) * 2
     low = torch.finfo(DTYPES[p.dtype]).min if p.has_lowest else float("-inf")
     return values.masked_fill(hidden, low).to(DTYPES[p.dtype]).expand(*sizes, -1)
+
+
+def _hidden_blocks(p: VarlenProblem, sizes: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Blocks of a mask of these sizes that are hidden as a whole: [batch, heads, row blocks, key blocks]."""
+    counts = [-(-size // MASK_BLOCK) for size in sizes[2:]]
+    if p.visible:
+        hidden = torch.ones(len(p.visible), *counts, dtype=torch.bool)
+        for matrix, rows in zip(hidden, p.visible, strict=True):
+            for row, keys in zip(matrix, rows, strict=True):
+                row[list(keys)] = False
+        return hidden.view(*sizes[:2], *counts)
+    hidden = torch.rand(*sizes[:2], *counts, generator=generator) < 0.5
+    hidden[:, :, 1] = hidden[:, :, 3:] = True  # of rows that see nothing
+    hidden[..., 4:6] = True  # of keys that nothing sees
+    hidden[0, 0, :, :3] = True
+    return hidden
