@@ -110,11 +110,8 @@ def _run(
             return 127, f"{command[0]}: {error.strerror}"
         try:
             code = _wait(process, time.monotonic() + max(limit, 0.1), log, note)
-            if code is None:
-                _stop(process)
-        except BaseException:
+        finally:
             _stop(process)
-            raise
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - TAIL))
         text = output.read().decode(errors="replace")
@@ -140,7 +137,7 @@ def newest_line(log: Path) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Sends the program's process group SIGTERM, then SIGKILL."""
+    """Sends the program's process group SIGTERM, then SIGKILL. A program that has ended may have left others in it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from flashmoe_tools.bench.statistics import Ratio
-from flashmoe_tools.bench.thresholds import VerdictThresholds, load_thresholds
+from flashmoe_tools.bench.thresholds import load_thresholds
 
 
 class Speed(str, Enum):
@@ -52,12 +52,12 @@ class Decision:
         return ADVICE.get(self.reason, "")
 
 
-def decide(ratio: Ratio, thresholds: VerdictThresholds | None = None) -> Decision:
+def decide(ratio: Ratio) -> Decision:
     """FASTER or SLOWER only when the bootstrap interval and the sign test agree; SAME only when shown to be.
 
     Both must hold, so the chance of a wrong FASTER or SLOWER is at most that of the sign test, 1 - confidence.
     """
-    limits = thresholds or load_thresholds().verdict
+    limits = load_thresholds().verdict
     interval = ratio.interval
     if ratio.blocks < limits.min_blocks:
         return Decision(Speed.AMBIGUOUS, Reason.FEW_BLOCKS)

@@ -1,6 +1,8 @@
 """The gate's results on each side of each limit, and with and without each optional part, using fakes."""
 
 import json
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +60,21 @@ def test_the_end_of_what_was_printed(tmp_path: Path, printed: str, tail: str) ->
         127,
         "no-such: No such file or directory",
     )
+
+
+def test_what_a_program_leaves_behind_is_stopped(tmp_path: Path) -> None:
+    command = ["sh", "-c", "sleep 600 & echo $! && exit 3"]
+    code, printed = execute._run(command, tmp_path, dict(os.environ), 60.0, tmp_path / "log", print)
+    assert code == 3
+    status = Path(f"/proc/{printed}/status")
+
+    def has_ended() -> bool:
+        return not status.exists() or "State:\tZ" in status.read_text()
+
+    end = time.monotonic() + 30
+    while not has_ended() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert has_ended()
 
 
 def record_with(**changes: Any) -> dict[str, Any]:

@@ -122,6 +122,8 @@ def make_inputs(case: Case, seed: int = 0, kind: str = "normal", device: str = "
     if case.mapped:  # every other global expert is local, in another order
         expert_map = torch.full((world,), -1, dtype=torch.int32, device=device)
         expert_map[::2] = torch.randperm(case.experts, generator=generator, device=device).int()
+        expert_map[1::4] = case.experts  # outside of the layer, as -1 is
+        expert_map[3::8] = 2**31 - 1
     if case.sentinels:
         ids[torch.rand(ids.shape, generator=generator, device=device) < 0.2] = -1
         ids[torch.rand(ids.shape, generator=generator, device=device) < 0.1] = world + 3
@@ -145,6 +147,7 @@ def local_experts(case: Case, inputs: Inputs) -> Tensor:
     known = (ids >= 0) & (ids < world)
     if inputs.expert_map is not None:
         ids = inputs.expert_map.long()[ids.clamp(0, world - 1)]
+        known &= ids < case.experts
     return torch.where(known, ids, -1)
 
 

@@ -10,6 +10,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/elements.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/shuffle.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flashmoe::attention {
@@ -20,13 +21,35 @@ struct BoolMaskTilesSpec {
   static constexpr int kSharedBytes = 8 * kMaxMaskTiles;  // a range per tile
 };
 
-// Whether a row of the block sees a key of the tile.
-__device__ __forceinline__ bool sees_tile(const VisibleBlocks& blocks, int matrix, int block, int tile) {
+// Computes the ranges of the word's tiles: a lane reads every 32nd row block.
+__device__ __forceinline__ void store_ranges(const BoolMaskTilesParams& params, int matrix, int word, int own_tile,
+                                             unsigned char* ranges) {
   constexpr int kTileBlocks = kMaskTileKeys / kMaskBlock;
   constexpr int kWordTiles = kMaskWordBlocks / kTileBlocks;
-  const int row = matrix * blocks.row_blocks + block;
-  const uint32_t word = ptx::ld_global_32(blocks.words + row * blocks.key_words + tile / kWordTiles);
-  return (word >> tile % kWordTiles * (8 * kTileBlocks) & 0xffff) != 0;
+  const VisibleBlocks& blocks = params.blocks;
+  const int32_t* words_gmem = blocks.words + matrix * blocks.row_blocks * blocks.key_words + word;
+  uint32_t from_end[kWordTiles] = {};  // row blocks from the first that sees the tile to the last of all
+  uint32_t end[kWordTiles] = {};
+#pragma unroll 4
+  for (int block = ptx::lane_index(); block < blocks.row_blocks; block += 32) {
+    const uint32_t seen = ptx::ld_global_32(words_gmem + block * blocks.key_words);
+#pragma unroll
+    for (int i = 0; i < kWordTiles; ++i) {
+      if ((seen >> i * 8 * kTileBlocks & 0xffff) == 0) continue;
+      if (end[i] == 0) from_end[i] = blocks.row_blocks - block;
+      end[i] = block + 1;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kWordTiles; ++i) {
+    const int tile = word * kWordTiles + i;
+    const int begin = blocks.row_blocks - static_cast<int>(ptx::reduce_max(from_end[i]));
+    const int after = maximum(begin, static_cast<int>(ptx::reduce_max(end[i])));
+    const uint32_t range[2] = {static_cast<uint32_t>(begin), static_cast<uint32_t>(after)};
+    if (ptx::lane_index() > 0 || tile >= params.tiles) continue;
+    ptx::st_shared_64(ranges + 8 * tile, range);
+    if (tile == own_tile) ptx::st_global_64(params.ranges + 2 * (matrix * params.tiles + tile), range);
+  }
 }
 
 template <typename Spec>
@@ -35,13 +58,9 @@ __device__ __forceinline__ void bool_mask_tiles(const BoolMaskTilesParams& param
   const int matrix = ptx::block_index() / params.tiles;
   const int own_tile = ptx::block_index() - matrix * params.tiles;
   unsigned char* ranges = ptx::dynamic_shared_memory();
-  for (int tile = own_tile + ptx::thread_index(); tile < params.tiles; tile += Spec::kNumThreads) {
-    int begin = 0, end = blocks.row_blocks;
-    while (begin < end && !sees_tile(blocks, matrix, begin, tile)) ++begin;
-    while (begin < end && !sees_tile(blocks, matrix, end - 1, tile)) --end;
-    const uint32_t range[2] = {static_cast<uint32_t>(begin), static_cast<uint32_t>(end)};
-    ptx::st_shared_64(ranges + 8 * tile, range);
-    if (tile == own_tile) ptx::st_global_64(params.ranges + 2 * (matrix * params.tiles + tile), range);
+  const int own_word = own_tile * kMaskTileKeys / (kMaskBlock * kMaskWordBlocks);
+  for (int word = own_word + ptx::warp_index(); word < blocks.key_words; word += Spec::kNumThreads / 32) {
+    store_ranges(params, matrix, word, own_tile, ranges);
   }
   // Hazard: ranges are read before their threads have written them.
   ptx::barrier_sync_block();

@@ -35,7 +35,8 @@ void check(bool condition, const char* what, int64_t value) {
   }
 }
 
-void validate(const attention::ForwardParams& params, int num_threads) {
+// Whether there are rows to compute. Throws if a size is out of its range.
+bool has_rows(const attention::ForwardParams& params, int num_threads) {
   check(params.batch >= 0, "batch must not be negative", params.batch);
   check(params.heads_q >= 0, "heads_q must not be negative", params.heads_q);
   check(params.seq_q >= 0 && params.seq_q <= kMaxRows, "seq_q must be in 0..2^31-1025", params.seq_q);
@@ -44,6 +45,7 @@ void validate(const attention::ForwardParams& params, int num_threads) {
   check(params.heads_q == 0 || (params.heads_kv > 0 && params.heads_q % params.heads_kv == 0),
         "heads_kv must divide heads_q", params.heads_kv);
   check(num_threads >= 1, "num_threads must be at least 1", num_threads);
+  return params.batch > 0 && params.heads_q > 0 && params.seq_q > 0;
 }
 
 const Kernel& kernel_of(Isa isa) {
@@ -199,8 +201,7 @@ std::vector<attention::ForwardParams> make_sequences(const attention::ForwardPar
 
 void attention_forward(const attention::ForwardParams& params, ScalarType type, bool causal, ParallelFor parallel_for,
                        int num_threads) {
-  validate(params, num_threads);
-  if (params.batch == 0 || params.heads_q == 0 || params.seq_q == 0) return;
+  if (!has_rows(params, num_threads)) return;
   if (params.seq_k == 0) {
     fill_empty(params, type);
     return;
@@ -210,9 +211,8 @@ void attention_forward(const attention::ForwardParams& params, ScalarType type, 
 
 void attention_forward_varlen(const attention::ForwardParams& params, ScalarType type,
                               const attention::Dropout* dropout, ParallelFor parallel_for, int num_threads) {
-  validate(params, num_threads);
   check(params.head_dim_v >= 1 && params.head_dim_v <= kMaxHeadDim, "head_dim_v must be in 1..512", params.head_dim_v);
-  if (params.batch == 0 || params.heads_q == 0 || params.seq_q == 0) return;
+  if (!has_rows(params, num_threads)) return;
   const std::vector<attention::ForwardParams> sequences = make_sequences(params, type);
   compute({params, type, params.score_options.right == 0, dropout != nullptr || needs_options(params),
            params.head_dim_v, statistic_stride(params), &sequences, dropout},

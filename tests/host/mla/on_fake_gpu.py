@@ -212,6 +212,8 @@ def test_which_kernel_decodes() -> None:
         assert first["read"] != shared.data_ptr()  # TMA has no stride of 0
     begin(80)
     assert [decoded(rows) for rows in (16, 18)] == [FEW, MORE_ROWS]
+    flashmoe.mla_decode(torch.zeros(2, 1, 8, 576, dtype=BF16), shared, **of_none)
+    assert launches()[-2]["read"] == shared.data_ptr()  # a kernel without TMA reads any cache in place
 
 
 def test_a_cache_of_2_to_the_31_keys() -> None:
