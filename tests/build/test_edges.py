@@ -46,6 +46,12 @@ def test_a_header_that_is_nowhere_is_left_to_the_compiler(tmp_path: Path) -> Non
     assert include_closure(text, [tmp_path]) == include_closure(text, [], tmp_path) == (tmp_path.resolve() / "there.h",)
 
 
+def test_headers_that_include_each_other(tmp_path: Path) -> None:
+    for name, other in ("ab", "ba"):
+        (tmp_path / f"{name}.h").write_text(f'#pragma once\n#include "{other}.h"')
+    assert [path.name for path in include_closure('#include "a.h"', [tmp_path])] == ["a.h", "b.h"]
+
+
 def test_the_cache_lies_in_the_build_unless_it_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class ReachedError(Exception):
         pass

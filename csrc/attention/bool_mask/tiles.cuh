@@ -21,11 +21,13 @@ struct BoolMaskTilesSpec {
   static constexpr int kSharedBytes = 8 * kMaxMaskTiles;  // a range per tile
 };
 
-// Computes the ranges of the word's tiles: a lane reads every 32nd row block.
+// Computes the ranges of the word's tiles: a lane reads every 32nd row block. The last word may have a tile past the
+// last one, whose range nobody reads.
 __device__ __forceinline__ void store_ranges(const BoolMaskTilesParams& params, int matrix, int word, int own_tile,
                                              unsigned char* ranges) {
   constexpr int kTileBlocks = kMaskTileKeys / kMaskBlock;
   constexpr int kWordTiles = kMaskWordBlocks / kTileBlocks;
+  static_assert(kMaxMaskTiles % kWordTiles == 0, "shared memory has a range for each tile of the last word");
   const VisibleBlocks& blocks = params.blocks;
   const int32_t* words_gmem = blocks.words + matrix * blocks.row_blocks * blocks.key_words + word;
   uint32_t from_end[kWordTiles] = {};  // row blocks from the first that sees the tile to the last of all
@@ -46,7 +48,7 @@ __device__ __forceinline__ void store_ranges(const BoolMaskTilesParams& params, 
     const int begin = blocks.row_blocks - static_cast<int>(ptx::reduce_max(from_end[i]));
     const int after = maximum(begin, static_cast<int>(ptx::reduce_max(end[i])));
     const uint32_t range[2] = {static_cast<uint32_t>(begin), static_cast<uint32_t>(after)};
-    if (ptx::lane_index() > 0 || tile >= params.tiles) continue;
+    if (ptx::lane_index() > 0) continue;
     ptx::st_shared_64(ranges + 8 * tile, range);
     if (tile == own_tile) ptx::st_global_64(params.ranges + 2 * (matrix * params.tiles + tile), range);
   }

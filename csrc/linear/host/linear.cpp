@@ -149,8 +149,7 @@ Tile choose(const Problem& problem) {
       const Kernel& kernel = *tile.kernel;
       has_linear = has_linear || is_operation(kernel, "linear") || is_linear_nk(kernel);
       if (is_operation(kernel, "linear_few_rows") && is_narrow && rows <= kernel.block_m) few = &tile;
-      const bool has_counters = !tile.is_divided || problem.tiles(kernel) * consumers_of(kernel) <= host::kMaxCounters;
-      if (std::strcmp(kernel.family, "sm90") == 0 && kernel.block_m <= 128 && has_counters) wide.push_back(tile);
+      if (std::strcmp(kernel.family, "sm90") == 0 && kernel.block_m <= 128) wide.push_back(tile);
     }
   }
   if (few != nullptr) return *few;
