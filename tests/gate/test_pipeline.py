@@ -263,6 +263,12 @@ def test_an_emulation_of_nothing_is_no_proof(found: str, runs: int, verdict: Ver
     assert words in outcome.found
 
 
+@pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.WARN, Verdict.SKIP])
+def test_an_emulation_that_did_not_pass_stays_so(verdict: Verdict) -> None:
+    outcome = Outcome(verdict, "found", 1.0, Report("emulation", (Check("a", verdict, "3 of 284"),), {"runs": 0}))
+    assert without_runs(outcome) is outcome
+
+
 def test_an_emulation_without_a_check_chose_no_kernel() -> None:
     outcome = without_runs(Outcome(Verdict.PASS, "", 1.0, Report("emulation", (), {"runs": 0})))
     assert (outcome.verdict, outcome.found) == (Verdict.SKIP, "nothing was emulated: no kernel was chosen")
