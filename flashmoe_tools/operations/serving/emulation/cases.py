@@ -124,7 +124,7 @@ def _narrowed(unit: Unit) -> Iterator[VarlenProblem]:
     # Each place in a word is the first and the last block of some tile.
     yield base("one block", *(of_tiles((4 + place,), (4 + (place + 1) % 4,)) for place in range(4)))
     # The window begins at block 4 or 5 and ends after block 10 for the first tile, and has blocks 8 to 11 for the second.
-    window = (of_tiles((8, 11), (9,)), of_tiles((7, 9), (2,)), of_tiles((3, 7), (10, 11)), of_tiles((11,), ()))
+    window = (of_tiles((8, 11), (9,)), of_tiles((7, 9), (2,)), of_tiles((3, 7), (9, 10)), of_tiles((11,), ()))
     yield replace(base("blocks in a window", *window), left=100, right=0, has_sinks=True)
     # A lane reads the words of both blocks.
     yield replace(base("far blocks", ((3, 128),)), rows=(9,), keys=(128 * MASK_BLOCK + 9,), heads_q=1, heads_kv=1)
