@@ -159,7 +159,8 @@ Tile choose(const Problem& problem) {
   }
   const Tile* only = rows <= 64 ? one_wave(problem, wide) : nullptr;
   if (only != nullptr) return *only;
-  // Divided tiles of more than one wave wait for each other: 768 rows, N = 2048, K = 8192 take 62 us, undivided 45.
+  // Divided tiles of more than one wave wait for each other: 768 rows, N = 2048, K = 8192 take 62 us, undivided 45. One
+  // wave needs at most two counters per multiprocessor.
   const auto cost = [&](const Tile& one) {
     const bool waits = one.is_divided && !is_one_wave(problem, one);
     return waits || one.kernel->block_n < 64 ? std::numeric_limits<double>::max() : clocks(problem, one);

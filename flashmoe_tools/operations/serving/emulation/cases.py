@@ -118,7 +118,7 @@ def _narrowed(unit: Unit) -> Iterator[VarlenProblem]:
 
     def base(name: str, *visible: tuple[tuple[int, ...], ...]) -> VarlenProblem:
         sizes = ((rows,) * 2, (keys,) * 2, 2, 2, dim, dim, Rows.DENSE, Keys.DENSE)
-        options: dict[str, Any] = {"mask": MaskTensor.ADDITIVE, "hides_blocks": True, "visible": visible}
+        options: dict[str, Any] = {"mask": MaskTensor.ADDITIVE, "hides_blocks": True, "visible_blocks": visible}
         return VarlenProblem(name, unit.dtype, *sizes, **options)
 
     # Each place in a word is the first and the last block of some tile.

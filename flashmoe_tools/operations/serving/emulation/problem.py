@@ -65,9 +65,7 @@ class VarlenProblem(NamedProblem):
         False  # an additive mask hides with the type's lowest number: a row without other keys averages them
     )
     hides_blocks: bool = False  # an additive mask hides whole blocks of 64 rows and 64 keys, which kernels may skip
-    visible: tuple[
-        tuple[tuple[int, ...], ...], ...
-    ] = ()  # the other blocks of keys: [matrix][row block]; drawn if empty
+    visible_blocks: tuple[tuple[tuple[int, ...], ...], ...] = ()  # of keys: [matrix][row block]; drawn if empty
     spare_keys: int = 0  # unused room after each sequence's keys; if keys are ragged, also passes seqused_k
     slack: int = 0  # how much seq_q and seq_k exceed the longest sequence
     is_folded: bool = False  # one query position per sequence; the heads of a group are rows

@@ -182,9 +182,9 @@ def _mask(p: VarlenProblem, generator: torch.Generator) -> torch.Tensor | None:
 def _hidden_blocks(p: VarlenProblem, sizes: torch.Size, generator: torch.Generator) -> torch.Tensor:
     """Blocks of a mask of these sizes that are hidden as a whole: [batch, heads, row blocks, key blocks]."""
     counts = [-(-size // MASK_BLOCK) for size in sizes[2:]]
-    if p.visible:
-        hidden = torch.ones(len(p.visible), *counts, dtype=torch.bool)
-        for matrix, rows in zip(hidden, p.visible, strict=True):
+    if p.visible_blocks:
+        hidden = torch.ones(len(p.visible_blocks), *counts, dtype=torch.bool)
+        for matrix, rows in zip(hidden, p.visible_blocks, strict=True):
             for row, keys in zip(matrix, rows, strict=True):
                 row[list(keys)] = False
         return hidden.view(*sizes[:2], *counts)
